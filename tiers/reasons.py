@@ -18,6 +18,7 @@ __all__ = [
     "FOREIGN",
     "GATE",
     "HEADER",
+    "INTERNAL",
     "IO_ERROR",
     "MISSING",
     "OVERSIZE",
@@ -65,3 +66,5 @@ IO_ERROR: Final = "io_error"
 """The operating system or the server failed the operation."""
 DISK_FULL: Final = "disk_full"
 """No space, quota or inode left, or less free space than the tier leaves to others."""
+INTERNAL: Final = "internal"
+"""An unexpected exception; its traceback is in the log."""

@@ -1,0 +1,141 @@
+"""What the planner keeps per tier: gate, index, share of the slots, counters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from kvsluice.connector.index import TierIndex
+from kvsluice.connector.orders import TierState
+from kvsluice.connector.results import GateStats, TierStats
+from kvsluice.tiers import reasons
+from kvsluice.tiers.backpressure import BackpressureDetector
+
+__all__ = ["PlannedTier", "TierAccount"]
+
+FAULTS = frozenset({reasons.IO_ERROR, reasons.DISK_FULL, reasons.INTERNAL})
+"""Outcomes that say something about the tier; the others were our own doing and teach its gate nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTier:
+    """One rung of the ladder as the planner needs it.
+
+    Attributes:
+        name: unique within the ladder.
+        tier_type: "host", "fs", "obj" or a stranger's word.
+        gate: the detector that is asked before each store; None admits all.
+        max_queue_chunks: stores that may be open (planned, not ended) at once.
+        max_queue_s: how long a store may wait before it starts.
+    """
+
+    name: str
+    tier_type: str
+    gate: BackpressureDetector | None
+    max_queue_chunks: int = 256
+    max_queue_s: float = 5.0
+
+    @property
+    def is_host(self) -> bool:
+        return self.tier_type == "host"
+
+
+class TierAccount:
+    """Mutable state of one tier; the planner's alone."""
+
+    def __init__(self, plan: PlannedTier, *, negative_ttl_s: float, slot_share: int) -> None:
+        self.plan = plan
+        self.gate = plan.gate
+        self.index = TierIndex(negative_ttl_s)
+        self.slot_share = slot_share
+        # A quarter of the share is left to loads, so that a flood of stores cannot hold it all.
+        self.store_share = max(1, slot_share - slot_share // 4)
+        self.slots_in_stores = 0
+        self.slots_in_loads = 0
+        self.stores_open = 0
+        self.resetting = False
+        self.lost_to_reset = False
+        self.chunks_stored = 0
+        self.bytes_stored = 0
+        self.chunks_already_held = 0
+        self.chunks_loaded = 0
+        self.bytes_loaded = 0
+        self.gate_drops = 0
+        self.dropped: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
+        self.missed: Counter[str] = Counter()
+        self.states: dict[int, TierState] = {}
+
+    @property
+    def serving(self) -> bool:
+        """False while a reset has not been confirmed: what the tier holds may be from before it."""
+        return not (self.resetting or self.lost_to_reset)
+
+    def admit(self, num_blocks: int) -> str | None:
+        """Ask for one store; None admits it and counts it as open, else the reason of the refusal."""
+        if not self.serving:
+            reason = reasons.RESET
+        elif self.stores_open >= self.plan.max_queue_chunks:
+            reason = reasons.QUEUE_FULL
+        elif self.gate is not None and not self.gate.should_store(num_blocks):
+            self.gate_drops += 1
+            reason = reasons.GATE
+        else:
+            self.stores_open += 1
+            return None
+        self.dropped[reason] += 1
+        return reason
+
+    def withdraw(self, reason: str) -> None:
+        """An admitted store is shed before any worker heard of it."""
+        self.stores_open -= 1
+        self.dropped[reason] += 1
+
+    def wrote(self, reason: str | None, num_bytes: int, tier_s: float) -> None:
+        """Count one rank's write and tell the gate what it teaches."""
+        if reason is None:
+            if num_bytes > 0:
+                self.chunks_stored += 1
+                self.bytes_stored += num_bytes
+                if self.gate is not None:
+                    self.gate.on_store_completed(tier_s, num_bytes)
+            else:
+                self.chunks_already_held += 1
+        elif reason in FAULTS:
+            self.failed[reason] += 1
+            if self.gate is not None:
+                self.gate.on_store_failed()
+        else:
+            self.dropped[reason] += 1
+
+    def stats(self, *, known_chunks: int, used_bytes: int | None, capacity_bytes: int | None) -> TierStats:
+        gate = None
+        if self.gate is not None:
+            detector = dict(self.gate.stats)
+            gate = GateStats(
+                under_pressure=self.gate.is_under_pressure(),
+                store_latency_ema_s=detector.get("store_latency_ema", 0.0),
+                dropped_stores=self.gate_drops,
+                detector=detector,
+            )
+        states = self.states.values()
+        return TierStats(
+            tier_type=self.plan.tier_type,
+            chunks_stored=self.chunks_stored,
+            bytes_stored=self.bytes_stored,
+            chunks_already_held=self.chunks_already_held,
+            chunks_loaded=self.chunks_loaded,
+            bytes_loaded=self.bytes_loaded,
+            dropped=dict(self.dropped),
+            failed=dict(self.failed),
+            missed=dict(self.missed),
+            known_chunks=known_chunks,
+            queued_loads=sum(state.queued_loads for state in states),
+            queued_stores=sum(state.queued_stores for state in states),
+            running=sum(state.running for state in states),
+            oldest_store_s=max((state.oldest_store_s for state in states), default=0.0),
+            used_bytes=used_bytes,
+            capacity_bytes=capacity_bytes,
+            serving=self.serving,
+            gate=gate,
+        )

@@ -1,0 +1,281 @@
+"""What each kind of tier can be told, and the types of value that a configuration is made of.
+
+The names that users need are exported by `kvsluice.connector.config`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Annotated, Final, Literal, TypeAlias
+from urllib.parse import unquote, urlsplit
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    SecretStr,
+    model_validator,
+)
+
+from kvsluice.tiers.backpressure.config import INHERIT, merge_backpressure
+
+__all__ = [
+    "TIER_TYPES",
+    "AnyTierConfig",
+    "Count",
+    "FsTierConfig",
+    "Gate",
+    "HostTierConfig",
+    "Model",
+    "ObjTierConfig",
+    "Seconds",
+    "Secret",
+    "Size",
+    "Text",
+    "TierConfig",
+    "TriState",
+    "check_ladder",
+    "parse_size",
+]
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgtpe])(i?))?b?\s*", re.IGNORECASE | re.ASCII)
+_EXPONENT: Final = {letter: power for power, letter in enumerate(("k", "m", "g", "t", "p", "e"), start=1)}
+
+
+def parse_size(value: object) -> int:
+    """Bytes of an integer or of a string such as "8GiB", "500 GB" or "1.5TiB"; always at least 1.
+
+    `Ki`, `Mi`, ... count in 1024, `K`, `M`, ... in 1000, and the `B` may be left out. A fraction of
+    a byte is cut off.
+
+    Raises:
+        ValueError: anything else. The message says what would do; it does not repeat the value.
+    """
+    num_bytes: int | None = None
+    if isinstance(value, float) and value.is_integer():
+        num_bytes = int(value)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        num_bytes = value
+    elif isinstance(value, str) and (match := _SIZE.fullmatch(value)):
+        number, letter, binary = match.groups()
+        scale = (1024 if binary else 1000) ** _EXPONENT[letter.lower()] if letter else 1
+        num_bytes = int(Fraction(number) * scale)
+    if num_bytes is None:
+        raise ValueError('a size is an integer number of bytes or a string such as "8GiB"')
+    if num_bytes <= 0:
+        raise ValueError("a size must be at least 1 byte")
+    return num_bytes
+
+
+def _refuse_bool(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("true and false are not numbers")
+    return value
+
+
+def _upper(value: object) -> object:
+    # A wrong word stays as it is, so that the error shows what was written.
+    return value.upper() if isinstance(value, str) and value.upper() in ("LOCAL", "REMOTE") else value
+
+
+def _nonempty_secret(secret: SecretStr) -> SecretStr:
+    if not secret.get_secret_value():
+        raise ValueError("it is empty, as an unset variable would make it: leave the key out instead")
+    return secret
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+Count = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1)]
+Seconds = Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0, allow_inf_nan=False)]
+Text = Annotated[str, Field(min_length=1)]
+Secret = Annotated[SecretStr, AfterValidator(_nonempty_secret)]
+Locality = Annotated[Literal["LOCAL", "REMOTE"], BeforeValidator(_upper)]
+Gate: TypeAlias = dict[str, JsonValue] | None
+TriState = Literal["auto", "on", "off"]
+
+
+class Model(BaseModel):
+    # hide_input_in_errors: pydantic's own messages would print a secret that stands in a wrong place.
+    # protected_namespaces: older pydantic warns about a field called model_revision.
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True, protected_namespaces=())
+
+
+class TierConfig(Model):
+    """What every kind of tier can be told."""
+
+    name: str = Field(
+        "",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$|^$",
+        description='What errors, metrics and reports call the tier; unique. Default "": the type, with a number '
+        'after it from the second of its kind on ("fs", "fs-2").',
+    )
+    backpressure: Gate | Literal["inherit"] = Field(
+        "inherit",
+        description="The tier's gate, merged field by field over the common one; null turns this tier's gate off. "
+        'Default "inherit": the common one as it is.',
+    )
+    max_queue_chunks: Count = Field(
+        1024,
+        description="Stores that may be open on this tier, in chunks; more are skipped and counted. Default 1024: the "
+        "burst of a prompt of 262,144 tokens fits, and a stall does not pile up.",
+    )
+    max_queue_s: Seconds = Field(
+        5.0,
+        description="Seconds a store may wait before it is shed, so that it holds its pinned slot no longer. "
+        "Default 5.0: a chunk nobody got to in that time is holding up newer ones.",
+    )
+
+    def backpressure_for(self, common: Mapping[str, object] | None) -> dict[str, object] | None:
+        """A new dict for `build_gate`: this tier's own keys over the `common` ones; `None` where it has no gate."""
+        return merge_backpressure(common, INHERIT if self.backpressure == "inherit" else self.backpressure)
+
+
+class HostTierConfig(TierConfig):
+    """Pinned host memory: one region per node, from which the other tiers are filled."""
+
+    type: Literal["host"] = Field("host", description='Always "host", the default.')
+    capacity: Size = Field(
+        description='Bytes, or "8GiB", per node and engine. No default: only the operator knows what memory is spare.'
+    )
+
+
+class FsTierConfig(TierConfig):
+    """A folder on a filesystem, local or mounted."""
+
+    type: Literal["fs"] = Field("fs", description='Always "fs", the default.')
+    root_dir: Text = Field(description="Folder that the tier owns; made if missing. No default.")
+    capacity: Size | None = Field(
+        None,
+        description='Bytes, or "500GiB", that all processes on this root may use together. Default None: a share of '
+        "the filesystem's free space, so that an unset limit cannot fill a disk.",
+    )
+    direct_io: TriState = Field(
+        "auto",
+        description='O_DIRECT: "on" fails where it is not supported, "off" never uses it. Default "auto": probed '
+        "once, so that chunks do not push the page cache out where that can be had.",
+    )
+    n_read_threads: Count = Field(
+        4, description="Threads that serve loads. Default 4: a few large reads at once saturate one drive."
+    )
+    n_write_threads: Count = Field(
+        4, description="Threads that serve stores. Default 4: as for loads; more would only delay loads on the drive."
+    )
+    locality: Locality | None = Field(
+        None,
+        description='"LOCAL" or "REMOTE" storage, in any case; picks the gate\'s marks. Default None: as local.',
+    )
+
+
+class ObjTierConfig(TierConfig):
+    """A bucket of an S3-compatible object store."""
+
+    type: Literal["obj"] = Field("obj", description='Always "obj", the default.')
+    bucket: Text = Field(description="Bucket, which must exist. No default.")
+    endpoint_url: Text | None = Field(
+        None,
+        description="Where the store answers; https unless it says http://. A user:password@ in it is moved to "
+        "access_key and secret_key. Default None: AWS's own endpoint of the region.",
+    )
+    prefix: str = Field("", description='What every object name starts with. Default "": the bucket\'s root.')
+    region: Text | None = Field(None, description="Region to sign for. Default None: what the environment says.")
+    access_key: Secret | None = Field(
+        None, description="Access key id, with secret_key. Default None: the environment's credential chain."
+    )
+    secret_key: Secret | None = Field(None, description="Secret access key. Default None: as for access_key.")
+    session_token: Secret | None = Field(
+        None, description="Token of temporary credentials. Default None: the keys are permanent ones."
+    )
+    ca_bundle: Text | None = Field(
+        None, description="PEM file of the authorities to trust. Default None: the client's own list."
+    )
+    addressing_style: Literal["auto", "path", "virtual"] = Field(
+        "auto", description='Bucket in the path or in the host name. Default "auto": what the client finds right.'
+    )
+    connect_timeout_s: Seconds = Field(
+        2.0, description="Seconds for a connection to come up. Default 2.0: a store that takes longer is not there."
+    )
+    read_timeout_s: Seconds = Field(
+        10.0,
+        description="Seconds without a byte before a request is given up. Default 10.0: not more than a load's own "
+        "deadline, after which nobody waits for it.",
+    )
+    max_attempts: Count = Field(
+        2, description="Tries per request, the first one included. Default 2: the gate deals with what lasts longer."
+    )
+    n_read_threads: Count = Field(
+        8, description="Connections that serve loads. Default 8: a request's round trip is most of a chunk's time."
+    )
+    n_write_threads: Count = Field(8, description="Connections that serve stores. Default 8: as for loads.")
+    locality: Locality | None = Field(
+        None, description='"LOCAL" or "REMOTE", in any case. Default None: an object store is treated as remote.'
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_endpoint(cls, values: object) -> object:
+        if not isinstance(values, Mapping) or not isinstance(url := values.get("endpoint_url"), str) or not url:
+            return values
+        # No message here repeats the URL: it may hold a password.
+        try:
+            parts = urlsplit(url if "://" in url else f"https://{url}")
+            host, _ = parts.hostname, parts.port
+        except ValueError as error:
+            raise ValueError("endpoint_url is not a URL") from error
+        if parts.scheme not in ("http", "https") or not host:
+            raise ValueError("endpoint_url must name a host, with http:// or https:// before it")
+        if parts.query or parts.fragment:
+            raise ValueError("endpoint_url has a query or a fragment, which an endpoint cannot have")
+        user, at, address = parts.netloc.rpartition("@")
+        split = {**values, "endpoint_url": parts._replace(netloc=address).geturl()}
+        if at:
+            if values.get("access_key") or values.get("secret_key"):
+                raise ValueError("endpoint_url holds credentials, and access_key or secret_key does too: keep the keys")
+            name, _, password = user.partition(":")
+            split.update(access_key=unquote(name), secret_key=unquote(password))
+        return split
+
+    @model_validator(mode="after")
+    def _pair_keys(self) -> ObjTierConfig:
+        if (self.access_key is None) != (self.secret_key is None):
+            given, missing = ("access_key", "secret_key") if self.access_key else ("secret_key", "access_key")
+            raise ValueError(f"{given} is given without {missing}")
+        if self.session_token is not None and self.access_key is None:
+            raise ValueError("session_token is given without access_key and secret_key")
+        return self
+
+
+AnyTierConfig: TypeAlias = HostTierConfig | FsTierConfig | ObjTierConfig
+TIER_TYPES: Final[dict[str, type[AnyTierConfig]]] = {
+    "host": HostTierConfig,
+    "fs": FsTierConfig,
+    "obj": ObjTierConfig,
+}
+
+
+def check_ladder(tiers: tuple[AnyTierConfig, ...]) -> tuple[AnyTierConfig, ...]:
+    """Check the order of the tiers and give those without a name one."""
+    if not tiers:
+        raise ValueError("there must be at least one tier")
+    for index, tier in enumerate(tiers):
+        if isinstance(tier, HostTierConfig) and index > 0:
+            raise ValueError(f"tiers[{index}] is a host tier: there is at most one, and it comes first")
+    taken: set[str] = set()
+    for tier in tiers:
+        if tier.name in taken:
+            raise ValueError(f"two tiers are called {tier.name!r}")
+        if tier.name:
+            taken.add(tier.name)
+    named: list[AnyTierConfig] = []
+    for tier in tiers:
+        name, number = tier.name or tier.type, 1
+        while not tier.name and name in taken:
+            number += 1
+            name = f"{tier.type}-{number}"
+        taken.add(name)
+        named.append(tier.model_copy(update={"name": name}))
+    return tuple(named)

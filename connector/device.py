@@ -1,0 +1,154 @@
+"""Streams and events of the device that holds the KV cache, and their CPU twin.
+
+The copier is written against these few calls, so that one code path serves both and a test can put
+a recording device in their place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+__all__ = ["CpuDevice", "CudaDevice", "Device", "Event", "Stream", "device_for"]
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def query(self) -> bool:
+        """Whether the stream has passed it."""
+        ...
+
+    def seconds_since(self, start: Event) -> float:
+        """Time between two passed events of one stream."""
+        ...
+
+
+class Stream(Protocol):
+    """An ordered queue of device work."""
+
+    def wait(self, event: Event) -> None:
+        """What is queued from now on starts after `event`; does not block the caller."""
+        ...
+
+    def record(self) -> Event:
+        """An event behind all that is queued so far."""
+        ...
+
+    def use(self) -> AbstractContextManager[object]:
+        """While open, device work of this thread goes to this stream."""
+        ...
+
+
+class Device(Protocol):
+    """One device: the engine's compute stream as events see it, and streams of our own."""
+
+    def compute_event(self) -> Event:
+        """An event behind all that the engine has queued on its current stream; called on its thread."""
+        ...
+
+    def new_stream(self) -> Stream: ...
+
+
+class _CpuEvent:
+    """On the CPU work is over when the call returns, so an event is a point in time, passed at once."""
+
+    __slots__ = ("at_s",)
+
+    def __init__(self, at_s: float) -> None:
+        self.at_s = at_s
+
+    def query(self) -> bool:
+        return True
+
+    def seconds_since(self, start: Event) -> float:
+        assert isinstance(start, _CpuEvent)
+        return self.at_s - start.at_s
+
+
+class _CpuStream:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+
+    def wait(self, event: Event) -> None:
+        """Nothing to wait for: the engine's work was over when it called."""
+
+    def record(self) -> Event:
+        return _CpuEvent(self._clock())
+
+    def use(self) -> AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+
+class CpuDevice:
+    """The CPU twin. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+
+    def compute_event(self) -> Event:
+        return _CpuEvent(self._clock())
+
+    def new_stream(self) -> Stream:
+        return _CpuStream(self._clock)
+
+
+class _CudaEvent:
+    __slots__ = ("event",)
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record(stream)
+
+    def query(self) -> bool:
+        return bool(self.event.query())
+
+    def seconds_since(self, start: Event) -> float:
+        assert isinstance(start, _CudaEvent)
+        return float(start.event.elapsed_time(self.event)) / 1e3
+
+
+class _CudaStream:
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, _CudaEvent)
+        self._stream.wait_event(event.event)
+
+    def record(self) -> Event:
+        return _CudaEvent(self._stream)
+
+    def use(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
+
+
+class CudaDevice:
+    """CUDA streams and timed events. Written for a GPU and not yet run on one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def compute_event(self) -> Event:
+        return _CudaEvent(torch.cuda.current_stream(self._device))
+
+    def new_stream(self) -> Stream:
+        return _CudaStream(self._device)
+
+
+def device_for(device: torch.device, clock: Callable[[], float] = time.monotonic) -> Device:
+    """The twin that serves tensors on `device`.
+
+    Raises:
+        ValueError: a device that is neither the CPU nor a CUDA device.
+    """
+    if device.type == "cpu":
+        return CpuDevice(clock)
+    if device.type == "cuda":
+        return CudaDevice(device)
+    raise ValueError(f"KV cache on device {device}: only cpu and cuda are supported")

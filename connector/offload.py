@@ -1,0 +1,314 @@
+"""`OffloadConnector`: both halves of the connector in one process, for any paged engine."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+
+from kvsluice.connector.config import OffloadConfig
+from kvsluice.connector.device import Device
+from kvsluice.connector.ladder import (
+    build_tiers,
+    chunk_format,
+    geometry_for,
+    namespace_for,
+    planned_tiers,
+    worker_tiers,
+)
+from kvsluice.connector.layout import KVLayout
+from kvsluice.connector.namespace import ModelIdentity
+from kvsluice.connector.orders import Order, RankReport
+from kvsluice.connector.planner import Planner
+from kvsluice.connector.prober import Prober
+from kvsluice.connector.region import PinnedRegion
+from kvsluice.connector.results import Lookup, OffloadStats, TransferResult
+from kvsluice.connector.worker import RankWorker
+from kvsluice.tiers.errors import ClosedError
+
+__all__ = ["OffloadConnector"]
+
+_log = logging.getLogger(__name__)
+
+_WAIT_STEP_S = 0.0005
+
+
+class OffloadConnector:
+    """Stores KV-cache blocks in tiers and brings them back, without ever holding up its caller.
+
+    One thread, the engine's, calls everything here. `lookup`, `store`, `load`, `poll`,
+    `poll_released`, `cancel` and `stats` return after bounded work in memory; `fence` may wait for
+    the device; `wait`, `reset` and `close` wait as long as they are told to. Work goes on in
+    background threads, but results and free slots are taken in by `poll` (and by `store` and
+    `load`): an engine calls it at every step.
+
+    Blocks named in `store` must keep their contents until `poll_released` names the job (or `fence`
+    returns); blocks named in `load` belong to the connector until `poll` names the job.
+
+    Args:
+        config: what to store where; see `OffloadConfig`.
+        layout: the engine's KV tensors; they must stay where they are until `close`.
+        model: who computed the KV. None takes the configuration's `model`; then the keys alone tell
+            two models of equal shape apart.
+        device: streams and events to use; None chooses by the layout's device.
+        clock: seconds, monotonic.
+
+    Raises:
+        ConfigError: something in `config` cannot be used: a directory that cannot be written, a bucket
+            that does not exist, a size that holds no chunk. Nothing is left running.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        layout: KVLayout,
+        *,
+        model: ModelIdentity | None = None,
+        device: Device | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        namespace = namespace_for(config, layout, model)
+        fmt = chunk_format(config, layout, namespace)
+        geometry = geometry_for(config, layout, namespace, fmt)
+        ladder = planned_tiers(config, clock)
+        tiers = build_tiers(config, namespace.digest, namespace.facts)
+        try:
+            region = PinnedRegion(geometry.num_slots, geometry.slot_bytes, device=layout.device, pin=config.pin_memory)
+            self._worker = RankWorker(
+                layout,
+                fmt,
+                region,
+                worker_tiers(config, tiers),
+                blocks_per_chunk=geometry.blocks_per_chunk,
+                verify=config.verify,
+                device=device,
+                clock=clock,
+            )
+        except BaseException:
+            for tier in tiers.values():
+                tier.close()
+            raise
+        self._prober = Prober(tiers)
+        self._planner = Planner(ladder, geometry.settings(config), prober=self._prober, clock=clock)
+        self._ready: dict[int, TransferResult] = {}
+        self._left: tuple[str, ...] | None = None
+        self.namespace = namespace.digest
+        """Hex digest over everything that changes the bytes under a key."""
+        self.blocks_per_chunk = geometry.blocks_per_chunk
+        """Blocks that `store` and `load` take per key."""
+        _log.info(
+            "kvsluice: namespace %s, %d slots of %d bytes, tiers %s",
+            namespace.digest,
+            geometry.num_slots,
+            geometry.slot_bytes,
+            ", ".join(tier.name for tier in ladder),
+        )
+
+    def lookup(self, keys: Sequence[bytes], group: int = 0) -> Lookup:
+        """How many leading chunks of a prefix can be loaded. Never blocks.
+
+        What is not known is asked for in the background: `pending` says that an answer is still to
+        come, for at most `lookup_timeout_s`. Looking up neither keeps a chunk alive nor makes it
+        look used.
+
+        Args:
+            keys: one per chunk, in prefix order.
+            group: KV-cache group.
+
+        Raises:
+            ValueError: no such group.
+            ClosedError: the connector is closed.
+        """
+        self._check_open(group)
+        return self._planner.lookup(keys)
+
+    def store(self, keys: Sequence[bytes], block_ids: Sequence[int], group: int = 0) -> int:
+        """Store chunks in every tier whose gate lets them through. Never blocks.
+
+        The copy out of the blocks comes after all that the engine's stream holds at this call.
+
+        Args:
+            keys: one per chunk, each 1 to 64 bytes, each once.
+            block_ids: `blocks_per_chunk` ids per key, in order.
+            group: KV-cache group.
+
+        Returns:
+            The job's id, for `poll`, `poll_released`, `cancel` and `wait`.
+
+        Raises:
+            LayoutError: a block id outside the pool, or counts that do not match.
+            ValueError: a key that cannot be kept, a key given twice, no such group.
+            ClosedError: the connector is closed.
+        """
+        self._check_open(group)
+        job = self._planner.store(keys, block_ids)
+        self._send()
+        return job
+
+    def load(
+        self, keys: Sequence[bytes], block_ids: Sequence[int], group: int = 0, deadline_s: float | None = None
+    ) -> int:
+        """Bring chunks back into blocks, from the fastest tier that has them. Never blocks.
+
+        Each chunk is proven by its checksum before it is copied. A chunk that is missing, damaged or
+        late is a miss, with its reason in the result; its blocks then hold nothing of value.
+
+        Args:
+            keys: one per chunk, each once.
+            block_ids: `blocks_per_chunk` ids per key, in order, each once.
+            group: KV-cache group.
+            deadline_s: seconds from now after which what is not there is a miss; `load_timeout_s` if None.
+
+        Returns:
+            The job's id.
+
+        Raises:
+            LayoutError, ValueError, ClosedError: as for `store`.
+        """
+        self._check_open(group)
+        job = self._planner.load(keys, block_ids, deadline_s)
+        self._send()
+        return job
+
+    def poll(self) -> list[TransferResult]:
+        """Jobs that are over since the last call, each once. Never blocks."""
+        self._turn()
+        finished = list(self._ready.values())
+        self._ready.clear()
+        return finished
+
+    def poll_released(self) -> list[int]:
+        """Store jobs whose source blocks the engine may reuse since the last call, each once. Never blocks."""
+        self._turn()
+        return self._planner.take_released()
+
+    def fence(self, block_ids: Iterable[int]) -> None:
+        """Return once no transfer asked for before touches these blocks, now or later.
+
+        Waits for the device's copies, never for a tier: a load into these blocks whose copy has not
+        started becomes a miss (`fenced`).
+
+        Raises:
+            TimeoutError: the device was not done within 10 s.
+        """
+        self._send()
+        self._worker.fence(block_ids)
+
+    def cancel(self, job_id: int) -> None:
+        """Shed what has not started; the job still ends in `poll`. No-op for one that is over. Never blocks.
+
+        Raises:
+            ValueError: the job was never issued.
+        """
+        self._planner.cancel(job_id)
+        self._send()
+
+    def wait(self, jobs: Iterable[int] | None = None, timeout_s: float | None = None) -> list[TransferResult]:
+        """Wait until `jobs` are over (all open ones if None) and take their results.
+
+        Raises:
+            TimeoutError: some were not over within `timeout_s`; the results there are stay for `poll`.
+            ValueError: a job that was never issued.
+        """
+        self._turn()
+        wanted = list(self._ready) + self._planner.open_jobs() if jobs is None else list(jobs)
+        end_s = None if timeout_s is None else self._clock() + timeout_s
+        while still_open := [job for job in wanted if self._planner.is_open(job)]:
+            if end_s is not None and self._clock() >= end_s:
+                raise TimeoutError(f"jobs {still_open[:8]} ({len(still_open)} in all) are not over after {timeout_s} s")
+            time.sleep(_WAIT_STEP_S)
+            self._turn()
+        return [self._ready.pop(job) for job in wanted if job in self._ready]
+
+    def reset(self, timeout_s: float = 30.0) -> dict[str, str]:
+        """Drop everything that any tier holds in this namespace, as an engine does after new weights.
+
+        From the first moment on nothing older is served, nor is anything that was on its way. A tier
+        that could not be emptied stays out of use until a later reset empties it.
+
+        Returns:
+            The tiers that were not emptied within `timeout_s`, each with the reason; empty when all were.
+        """
+        self._check_open(0)
+        self._planner.reset()
+        end_s = self._clock() + timeout_s
+        self._send()
+        while (outcome := self._planner.reset_outcome()) is None and self._clock() < end_s:
+            time.sleep(_WAIT_STEP_S)
+            self._turn()
+        return self._planner.unreset() if outcome is None else outcome
+
+    def stats(self) -> OffloadStats:
+        """A frozen snapshot of tiers, gates and slots. Never blocks."""
+        if self._left is None:
+            self._turn()
+        return self._planner.stats()
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` unless every slot and every open store is accounted for."""
+        self._planner.check_integrity()
+
+    def close(self, timeout_s: float = 10.0) -> list[str]:
+        """Finish what is under way within `timeout_s`, shed the rest, end the threads. Idempotent.
+
+        Returns:
+            Names of threads that a tier or the device would not give back; empty when all ended.
+        """
+        if self._left is None:
+            end_s = self._clock() + timeout_s
+            # Some of the time is left for the threads to end in.
+            drained_s = end_s - timeout_s / 4
+            while not self._planner.idle and self._clock() < drained_s:
+                self._turn()
+                time.sleep(_WAIT_STEP_S)
+            self._planner.shed_waiting_as_closed()
+            self._send()
+            left = self._prober.close(max(0.0, min(0.5, end_s - self._clock())), self._clock)
+            left += self._worker.close(max(0.0, end_s - self._clock()))
+            self._left = tuple(left)
+            while self._take_report():
+                pass
+        return list(self._left)
+
+    def __enter__(self) -> OffloadConnector:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_open(self, group: int) -> None:
+        if self._left is not None:
+            raise ClosedError("this connector is closed")
+        if group != 0:
+            raise ValueError(f"group {group}: this connector has one KV-cache group, 0")
+
+    def _turn(self) -> None:
+        """One exchange of reports and orders."""
+        self._send()
+        if self._left is None:
+            self._take_report()
+            self._send()
+        for result in self._planner.take_results():
+            self._ready[result.job_id] = result
+
+    def _send(self) -> None:
+        orders = self._planner.take_orders()
+        if orders and self._left is None:
+            self._worker.submit(self._carry_orders(orders))
+
+    def _take_report(self) -> bool:
+        report = self._carry_report(self._worker.collect())
+        self._planner.apply(report)
+        return report.more
+
+    def _carry_orders(self, orders: tuple[Order, ...]) -> tuple[Order, ...]:
+        """How orders reach the worker; the tests put a pickle here."""
+        return orders
+
+    def _carry_report(self, report: RankReport) -> RankReport:
+        """How reports reach the planner."""
+        return report

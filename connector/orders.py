@@ -1,0 +1,190 @@
+"""What the planner tells the rank workers, and what they tell it back.
+
+Small picklable values: the two halves may be different processes on different machines. Times are
+durations, never points in time, because the clocks of two machines do not agree.
+
+A *part* is one chunk of one job on one rank; `part` is its index in the job. Each part that a worker
+was given ends with exactly one `Ended`: from then on the worker does not touch its slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+__all__ = [
+    "CancelOrder",
+    "Copied",
+    "Ended",
+    "Evicted",
+    "LoadOrder",
+    "LoadPart",
+    "Loaded",
+    "Order",
+    "RankReport",
+    "ResetDone",
+    "ResetOrder",
+    "StoreOrder",
+    "StorePart",
+    "TierState",
+    "WorkerEvent",
+    "Wrote",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class StorePart:
+    """One chunk to store: copy `block_ids` into `slot`, then write the slot to each of `tiers`.
+
+    An empty `block_ids` says that the slot holds the chunk's bytes already. `tiers` are positions in
+    the ladder; the host tier, whose store is the copy itself, is not among them.
+    """
+
+    part: int
+    key: bytes
+    block_ids: tuple[int, ...]
+    slot: int
+    tiers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOrder:
+    job_id: int
+    parts: tuple[StorePart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPart:
+    """One chunk to load: fill `slot` from the first of `sources` that has it, then copy to `block_ids`.
+
+    Empty `sources` say that the slot holds the chunk's bytes already. What was read is written to
+    the tiers of `copy_up` afterwards.
+    """
+
+    part: int
+    key: bytes
+    block_ids: tuple[int, ...]
+    slot: int
+    sources: tuple[int, ...]
+    copy_up: tuple[int, ...]
+    skip_blocks: int = 0
+    """Leading blocks of the chunk that are left as they are: the engine has them and others may read them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOrder:
+    job_id: int
+    parts: tuple[LoadPart, ...]
+    deadline_s: float
+    """Seconds from receipt after which a part that has not been copied in is a miss."""
+
+
+@dataclass(frozen=True, slots=True)
+class CancelOrder:
+    """Shed whatever of the job has not started."""
+
+    job_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResetOrder:
+    """Shed all that waits, then drop every chunk of each I/O tier; answered by one `ResetDone` per tier."""
+
+    reset_id: int
+
+
+Order: TypeAlias = StoreOrder | LoadOrder | CancelOrder | ResetOrder
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A store's device copy is over: the source blocks are free. `reason` is set where it was shed."""
+
+    job_id: int
+    part: int
+    reason: str | None
+    copy_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wrote:
+    """One tier's write of one chunk is over. `num_bytes` are those really written: 0 if it was held already."""
+
+    job_id: int
+    part: int
+    tier: int
+    reason: str | None
+    num_bytes: int
+    queue_s: float
+    tier_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A load's part is decided: copied in (`reason` is None) or a miss. `misses` are sources that failed first.
+
+    `tier` is the source that served it, -1 for a slot that held the bytes already.
+    """
+
+    job_id: int
+    part: int
+    tier: int
+    reason: str | None
+    num_bytes: int
+    copy_s: float
+    queue_s: float
+    tier_s: float
+    misses: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The worker no longer touches the part's slot."""
+
+    job_id: int
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """A tier dropped a chunk by itself."""
+
+    tier: int
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ResetDone:
+    """One tier's answer to a `ResetOrder`; `reason` is set where chunks may still be there."""
+
+    reset_id: int
+    tier: int
+    reason: str | None
+
+
+WorkerEvent: TypeAlias = Copied | Wrote | Loaded | Ended | Evicted | ResetDone
+
+
+@dataclass(frozen=True, slots=True)
+class TierState:
+    """One I/O tier as the rank sees it now."""
+
+    tier: int
+    queued_loads: int
+    queued_stores: int
+    running: int
+    oldest_store_s: float
+    """Age of the oldest store in flight, measured by the rank's own clock; 0 with none in flight."""
+    used_bytes: int | None
+    capacity_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What one rank saw since its last report."""
+
+    rank: int
+    events: tuple[WorkerEvent, ...]
+    tiers: tuple[TierState, ...]
+    more: bool = False
+    """True where events were left for the next report to bound this one's size."""

@@ -1,0 +1,112 @@
+"""What the connector answers: lookups, finished transfers, and the frozen snapshot of `stats()`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvsluice.tiers.slots import SlotUsage
+
+__all__ = ["GateStats", "Lookup", "OffloadStats", "TierStats", "TransferKind", "TransferResult"]
+
+TransferKind = Literal["store", "load"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """How much of a prefix can be loaded.
+
+    Attributes:
+        held: leading chunks that some tier is known to hold.
+        pending: whether a tier is still being asked about the chunk after them; ask again later.
+    """
+
+    held: int
+    pending: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """One job that is over.
+
+    Attributes:
+        job_id: what `store` or `load` returned.
+        kind: "store" or "load".
+        done_keys: stored in (or already held by) at least one tier; or loaded into the blocks.
+        failed: the other keys, each with the reason (see `kvsluice.tiers.reasons`).
+        bytes: really written to tiers, host slots included; or loaded into blocks. All ranks together.
+        copy_s: device time of the copies, summed over chunks and ranks.
+        queue_s: time that transfers waited for a tier's thread, summed likewise.
+        tier_s: the tiers' own I/O time, summed likewise.
+        total_s: from the call until the last part was over, by the scheduler's clock.
+    """
+
+    job_id: int
+    kind: TransferKind
+    done_keys: tuple[bytes, ...]
+    failed: Mapping[bytes, str]
+    bytes: int
+    copy_s: float
+    queue_s: float
+    tier_s: float
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GateStats:
+    """One gate, as its detector reports it."""
+
+    under_pressure: bool
+    store_latency_ema_s: float
+    dropped_stores: int
+    detector: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """One tier since the start. Chunks and bytes count each rank's part.
+
+    `dropped` counts stores that were never started, `failed` those that were, `missed` loads that
+    this tier was asked for and did not serve: each by reason.
+    """
+
+    tier_type: str
+    chunks_stored: int
+    bytes_stored: int
+    chunks_already_held: int
+    chunks_loaded: int
+    bytes_loaded: int
+    dropped: Mapping[str, int]
+    failed: Mapping[str, int]
+    missed: Mapping[str, int]
+    known_chunks: int
+    queued_loads: int
+    queued_stores: int
+    running: int
+    oldest_store_s: float
+    used_bytes: int | None
+    capacity_bytes: int | None
+    serving: bool
+    gate: GateStats | None
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadStats:
+    """A frozen snapshot of the whole connector.
+
+    `skipped` counts stores that no tier was asked to take and `unused` loads that no tier was asked
+    for, each by reason; what a tier refused or failed stands with the tier.
+    """
+
+    tiers: Mapping[str, TierStats]
+    pool: SlotUsage
+    slot_bytes: int
+    jobs_open: int
+    stores_waiting: int
+    loads_waiting: int
+    lookups: int
+    lookups_pending: int
+    hit_chunks: int
+    skipped: Mapping[str, int]
+    unused: Mapping[str, int]

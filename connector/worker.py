@@ -1,0 +1,244 @@
+"""One rank's half: the tensors, the pinned region, the copies and the tiers' I/O."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvsluice.connector.copier import Copier
+from kvsluice.connector.device import Device, device_for
+from kvsluice.connector.io_queue import IoQueue
+from kvsluice.connector.layout import KVLayout
+from kvsluice.connector.orders import (
+    CancelOrder,
+    Ended,
+    Evicted,
+    LoadOrder,
+    Order,
+    RankReport,
+    ResetDone,
+    ResetOrder,
+    StoreOrder,
+    TierState,
+    WorkerEvent,
+)
+from kvsluice.connector.region import PinnedRegion
+from kvsluice.connector.transfers import LoadTransfer, Shared, StoreTransfer
+from kvsluice.kernels import CopyPlan
+from kvsluice.tiers import reasons
+from kvsluice.tiers.base import Tier
+from kvsluice.tiers.chunk_file import ChunkFormat, engine_key
+from kvsluice.tiers.errors import TierError
+
+__all__ = ["RankWorker", "WorkerTier"]
+
+_log = logging.getLogger(__name__)
+
+MAX_EVENTS_PER_REPORT = 512
+"""Keeps the scheduler's work per report, a few microseconds an event, below 2 ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTier:
+    """One I/O tier of the ladder: where it stands, what it is, how many threads serve it."""
+
+    position: int
+    tier: Tier
+    read_threads: int
+    write_threads: int
+    max_queue_s: float
+
+
+class RankWorker:
+    """Carries out orders for one rank and reports what came of them.
+
+    `submit`, `collect` and `fence` are called on the engine's worker thread; the first two never
+    block. Threads: one for copies, `read_threads + write_threads` for each tier; all daemons.
+
+    Args:
+        layout: the rank's KV tensors.
+        fmt: the chunk file of this layout, namespace, group and rank.
+        region: the slots; both halves agree on their number.
+        tiers: the I/O tiers.
+        rank: this worker's number in reports.
+        verify: prove each chunk that was read by its checksum before it is used.
+        device: streams and events; chosen by the layout's device if None.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        fmt: ChunkFormat,
+        region: PinnedRegion,
+        tiers: Sequence[WorkerTier],
+        *,
+        blocks_per_chunk: int,
+        rank: int = 0,
+        verify: bool = True,
+        device: Device | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.rank = rank
+        self._clock = clock
+        self._device = device_for(layout.device, clock) if device is None else device
+        self._region = region
+        self._tiers = {tier.position: tier for tier in tiers}
+        copier = Copier(self._device, clock=clock)
+        self._queues: Mapping[int, IoQueue] = {
+            tier.position: IoQueue(
+                tier.tier.name, read_threads=tier.read_threads, write_threads=tier.write_threads, clock=clock
+            )
+            for tier in tiers
+        }
+        self._shared = Shared(
+            plan=CopyPlan(layout.paged, blocks_per_chunk),
+            fmt=fmt,
+            region=region,
+            copier=copier,
+            tiers={tier.position: tier.tier for tier in tiers},
+            queues=self._queues,
+            verify=verify,
+            clock=clock,
+        )
+        self._copier = copier
+        self._by_job: dict[int, dict[int, StoreTransfer | LoadTransfer]] = {}
+        self._deadlines: list[tuple[float, int, LoadTransfer]] = []
+        self._sequence = 0
+        self._closed: tuple[str, ...] | None = None
+
+    def submit(self, orders: Iterable[Order]) -> None:
+        """Start what `orders` say. The copies come after all that the engine's stream holds now."""
+        ready = None
+        for order in orders:
+            match order:
+                case CancelOrder():
+                    self._cancel(order.job_id)
+                case ResetOrder():
+                    self._reset(order.reset_id)
+                case StoreOrder():
+                    ready = ready or self._device.compute_event()
+                    for store in order.parts:
+                        self._start(order.job_id, StoreTransfer(self._shared, order.job_id, store, ready))
+                case LoadOrder():
+                    ready = ready or self._device.compute_event()
+                    deadline_s = self._clock() + order.deadline_s
+                    for load in order.parts:
+                        transfer = LoadTransfer(self._shared, order.job_id, load, ready, deadline_s)
+                        self._sequence += 1
+                        heapq.heappush(self._deadlines, (deadline_s, self._sequence, transfer))
+                        self._start(order.job_id, transfer)
+
+    def collect(self) -> RankReport:
+        """What happened since the last call; loads past their deadline and stores that waited too long end here."""
+        now_s = self._clock()
+        while self._deadlines and (self._deadlines[0][0] <= now_s or self._deadlines[0][2].decided):
+            transfer = heapq.heappop(self._deadlines)[2]
+            if not transfer.decided:
+                transfer.revoke(reasons.DEADLINE)
+        states = []
+        for at, tier in self._tiers.items():
+            queue = self._queues[at]
+            queue.shed_stores(reasons.QUEUE_TIMEOUT, older_than_s=tier.max_queue_s)
+            self._shared.events.extend(Evicted(at, engine_key(key)) for key in tier.tier.take_evicted())
+            usage = tier.tier.usage()
+            states.append(
+                TierState(
+                    at,
+                    queue.queued_loads,
+                    queue.queued_stores,
+                    queue.running,
+                    queue.oldest_store_s(),
+                    usage.used_bytes,
+                    usage.capacity_bytes,
+                )
+            )
+        events: list[WorkerEvent] = []
+        while self._shared.events and len(events) < MAX_EVENTS_PER_REPORT:
+            event = self._shared.events.popleft()
+            events.append(event)
+        self._forget_ended(events)
+        return RankReport(self.rank, tuple(events), tuple(states), more=bool(self._shared.events))
+
+    def fence(self, block_ids: Iterable[int], timeout_s: float = 10.0) -> None:
+        """Return once no transfer submitted before reads or writes these blocks, now or later.
+
+        Loads into them that have not started to copy become misses (`fenced`). Copies out of them and
+        copies under way are waited for: that is the device's and the copy thread's work, never a tier's.
+
+        Raises:
+            TimeoutError: the device was not done within `timeout_s`.
+        """
+        blocks = frozenset(block_ids)
+        for transfers in self._by_job.values():
+            for transfer in transfers.values():
+                if isinstance(transfer, LoadTransfer) and not blocks.isdisjoint(transfer.block_ids):
+                    transfer.revoke(reasons.FENCED)
+        self._copier.fence(blocks, timeout_s)
+
+    def close(self, timeout_s: float) -> list[str]:
+        """Finish what runs and waits within `timeout_s`, shed the rest; the threads that were left hanging.
+
+        Idempotent: a second call returns what the first did.
+        """
+        if self._closed is not None:
+            return list(self._closed)
+        end_s = self._clock() + timeout_s
+        left = self._copier.close(end_s)
+        for at, queue in self._queues.items():
+            left += queue.close(end_s)
+            queue.shed_stores(reasons.CLOSED)
+            queue.shed_loads(reasons.CLOSED)
+            if not left:
+                self._tiers[at].tier.close()
+        self._closed = tuple(left)
+        if left:
+            _log.warning("closed with %d threads still in a tier's or the device's hands: %s", len(left), left)
+        else:
+            # A hung thread may still write into its slot, so only then the region goes.
+            self._region.close()
+        return left
+
+    @property
+    def region(self) -> PinnedRegion:
+        return self._region
+
+    def _start(self, job_id: int, transfer: StoreTransfer | LoadTransfer) -> None:
+        self._by_job.setdefault(job_id, {})[transfer.part] = transfer
+        transfer.start()
+
+    def _forget_ended(self, events: Iterable[WorkerEvent]) -> None:
+        for event in events:
+            if isinstance(event, Ended):
+                transfers = self._by_job[event.job_id]
+                del transfers[event.part]
+                if not transfers:
+                    del self._by_job[event.job_id]
+
+    def _cancel(self, job_id: int) -> None:
+        for transfer in self._by_job.get(job_id, {}).values():
+            transfer.revoke(reasons.CANCELLED)
+
+    def _reset(self, reset_id: int) -> None:
+        # The order matters: from here on nothing older starts, then what waits goes, then the tiers are
+        # emptied behind whatever still runs.
+        self._shared.generation = reset_id
+        for at, queue in self._queues.items():
+            queue.shed_stores(reasons.RESET)
+            queue.shed_loads(reasons.RESET)
+            queue.run_alone(self._clearing(at, reset_id))
+
+    def _clearing(self, at: int, reset_id: int) -> Callable[[], None]:
+        def clear() -> None:
+            reason = None
+            try:
+                self._tiers[at].tier.clear()
+            except TierError as error:
+                _log.warning("a reset could not empty tier %s: %s", self._tiers[at].tier.name, error)
+                reason = error.reason
+            self._shared.events.append(ResetDone(reset_id, at, reason))
+
+        return clear

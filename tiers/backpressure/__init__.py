@@ -1,0 +1,25 @@
+"""Gates: a detector (is this tier under pressure?) plus a policy (what do we do about it?).
+
+Class names, constructor parameters, defaults and meanings are those of vLLM's tiered offloading, so
+that configurations move over. A gate belongs to one thread, the planner's.
+"""
+
+from __future__ import annotations
+
+from kvsluice.tiers.backpressure.base import BackpressureDetector, BackpressurePolicy, SupportsSeverity
+from kvsluice.tiers.backpressure.config import INHERIT, build_gate, merge_backpressure
+from kvsluice.tiers.backpressure.ema import EMABackpressureDetector
+from kvsluice.tiers.backpressure.policies import DropAccountingPolicy, DropStorePolicy, ThrottledDropPolicy
+
+__all__ = [
+    "INHERIT",
+    "BackpressureDetector",
+    "BackpressurePolicy",
+    "DropAccountingPolicy",
+    "DropStorePolicy",
+    "EMABackpressureDetector",
+    "SupportsSeverity",
+    "ThrottledDropPolicy",
+    "build_gate",
+    "merge_backpressure",
+]
