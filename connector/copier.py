@@ -169,7 +169,7 @@ class Copier:
                 start = stream.record()
                 task.copy()
                 end = stream.record()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - torch raises what it likes; the thread must go on
             _log.exception("a device copy failed; its job fails, the thread goes on")
             self._over(task)
             task.on_copy_failed(error)

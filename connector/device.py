@@ -102,11 +102,11 @@ class _CudaEvent:
     __slots__ = ("event",)
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event = torch.cuda.Event(enable_timing=True)
+        self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call] # torch gives no types
         self.event.record(stream)
 
     def query(self) -> bool:
-        return bool(self.event.query())
+        return bool(self.event.query())  # type: ignore[no-untyped-call] # as above
 
     def seconds_since(self, start: Event) -> float:
         assert isinstance(start, _CudaEvent)
@@ -115,7 +115,7 @@ class _CudaEvent:
 
 class _CudaStream:
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch gives no types
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, _CudaEvent)

@@ -163,7 +163,7 @@ class IoQueue:
                 self._storing[at] = start_s
             try:
                 task.run(start_s)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - a stranger's tier must not end the thread
                 _log.exception("unexpected failure in a tier's thread; the job fails, the thread goes on")
                 task.crashed(error)
             finally:
@@ -180,7 +180,7 @@ class IoQueue:
             while any(start_s is not None for start_s in list(self._storing)) and not self._closing:
                 time.sleep(0.005)
             action()
-        except Exception:
+        except Exception:  # noqa: BLE001 - as above
             _log.exception("unexpected failure in a tier's thread")
         finally:
             self._running[at] = None

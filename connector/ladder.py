@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from kvsluice.connector.account import PlannedTier
 from kvsluice.connector.config import AnyTierConfig, FsTierConfig, HostTierConfig, ObjTierConfig, OffloadConfig
 from kvsluice.connector.layout import KVLayout
-from kvsluice.connector.namespace import ModelIdentity, Namespace
+from kvsluice.connector.namespace import Fact, ModelIdentity, Namespace
 from kvsluice.connector.planner import PlannerSettings
 from kvsluice.connector.worker import WorkerTier
 from kvsluice.tiers.backpressure import build_gate
@@ -64,7 +65,7 @@ def namespace_for(config: OffloadConfig, layout: KVLayout, model: ModelIdentity 
         model = ModelIdentity(name=config.model or "unnamed", kv_dtype=",".join(sorted(set(layout.dtypes.values()))))
     blocks_per_chunk = config.blocks_per_chunk_for(layout.tokens_per_block)
     return Namespace.build(
-        layout_facts=layout.facts(),
+        layout_facts=cast("dict[str, Fact]", layout.facts()),
         blocks_per_chunk=blocks_per_chunk,
         tokens_per_block=layout.tokens_per_block,
         model=model,

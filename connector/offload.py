@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 
+from typing_extensions import Self
+
 from kvsluice.connector.config import OffloadConfig
 from kvsluice.connector.device import Device
 from kvsluice.connector.ladder import (
@@ -272,7 +274,7 @@ class OffloadConnector:
                 pass
         return list(self._left)
 
-    def __enter__(self) -> OffloadConnector:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import mmap
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -19,6 +19,19 @@ from kvsluice.tiers.errors import ConfigError
 __all__ = ["PinnedRegion"]
 
 _log = logging.getLogger(__name__)
+
+
+class _CudaRuntime(Protocol):
+    """The two calls of CUDA's runtime that are used here; torch ships them untyped."""
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int: ...  # noqa: N802
+
+    def cudaHostUnregister(self, address: int) -> int: ...  # noqa: N802
+
+
+def _cudart() -> _CudaRuntime:
+    runtime: _CudaRuntime = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch gives no types
+    return runtime
 
 
 class PinnedRegion:
@@ -86,13 +99,13 @@ class PinnedRegion:
     def close(self) -> None:
         """Undo the registration. The memory itself goes when the last view of it does. Idempotent."""
         if self.pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._tensor.data_ptr())
+            _cudart().cudaHostUnregister(self._tensor.data_ptr())
             self.pinned = False
 
     def _register(self, pin: Literal["auto", "on"]) -> None:
         # Not yet run on a GPU.
         size = self.num_slots * self.slot_bytes
-        result = torch.cuda.cudart().cudaHostRegister(self._tensor.data_ptr(), size, 0)
+        result = _cudart().cudaHostRegister(self._tensor.data_ptr(), size, 0)
         self.pinned = int(result) == 0
         if self.pinned:
             self._touched = bytearray(b"\x01") * self.num_slots

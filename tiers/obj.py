@@ -220,7 +220,7 @@ class ObjectTier(Tier):
         object_keys = [self.object_key(key) for key in keys]
         if not object_keys or not self._holds(object_keys[0]):
             return 0
-        if self._holds(object_keys[-1]):
+        if len(object_keys) == 1 or self._holds(object_keys[-1]):
             return len(object_keys)
         held, missing = 0, len(object_keys) - 1
         while missing - held > 1:
