@@ -81,6 +81,7 @@ class LoadState:
     reason: str | None = None
     decided: bool = False
     charged_tier: int = -1
+    skip_blocks: int = 0
 
 
 class Ledger:

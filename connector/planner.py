@@ -306,9 +306,17 @@ class Planner:
 
     # ---- load --------------------------------------------------------------------------------
 
-    def load(self, keys: Sequence[bytes], block_ids: Sequence[int], deadline_s: float | None) -> int:
-        """Plan one load job; see `OffloadConnector.load`."""
+    def load(
+        self, keys: Sequence[bytes], block_ids: Sequence[int], deadline_s: float | None, *, skip_blocks: int = 0
+    ) -> int:
+        """Plan one load job; see `OffloadConnector.load`.
+
+        `skip_blocks` leading blocks of the first chunk are left as they are: the engine has them, and
+        its other requests may be reading them.
+        """
         self._check(keys, block_ids)
+        if not 0 <= skip_blocks < self.settings.blocks_per_chunk:
+            raise ValueError(f"skip_blocks {skip_blocks} does not lie in 0 .. {self.settings.blocks_per_chunk - 1}")
         if len(set(block_ids)) != len(block_ids):
             twice = next(block for block, count in Counter(block_ids).items() if count > 1)
             raise LayoutError(f"block id {twice} is the target of two chunks of one load")
@@ -320,14 +328,17 @@ class Planner:
         job.expires_s = now_s + (self.settings.load_timeout_s if deadline_s is None else deadline_s)
         width = self.settings.blocks_per_chunk
         for part, key in enumerate(job.keys):
-            self._plan_load(job, part, key, tuple(block_ids[part * width : (part + 1) * width]), now_s)
+            blocks = tuple(block_ids[part * width : (part + 1) * width])
+            self._plan_load(job, part, key, blocks, skip_blocks if part == 0 else 0, now_s)
         if not job.keys:
             self._ledger.finish(job, now_s)
         self._dispatch_loads(now_s)
         return job.job_id
 
-    def _plan_load(self, job: Job, part: int, key: bytes, block_ids: tuple[int, ...], now_s: float) -> None:
-        state = LoadState(job, part, key, block_ids, (), self._generation)
+    def _plan_load(
+        self, job: Job, part: int, key: bytes, block_ids: tuple[int, ...], skip_blocks: int, now_s: float
+    ) -> None:
+        state = LoadState(job, part, key, block_ids, (), self._generation, skip_blocks=skip_blocks)
         slot = self._slots.find(key)
         if slot is not None:
             self._slots.pin(slot)
@@ -389,7 +400,9 @@ class Planner:
         state.ranks_to_write = dict.fromkeys(state.copy_up, ranks)
         self._ledger.parts[state.job.job_id, state.part] = state
         self._loads_out.setdefault(state.job.job_id, []).append(
-            LoadPart(state.part, state.key, state.block_ids, state.slot, state.sources, state.copy_up)
+            LoadPart(
+                state.part, state.key, state.block_ids, state.slot, state.sources, state.copy_up, state.skip_blocks
+            )
         )
 
     def _miss_waiting(self, state: LoadState, reason: str, now_s: float) -> None:

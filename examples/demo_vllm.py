@@ -135,7 +135,7 @@ def expected_hit_tokens(prompt_tokens: int) -> int:
 def request_table(cold: Run, hits: Run) -> Table:
     """One line per prompt: what was hit, and what that did to the first token."""
     table = Table(title="requests")
-    for heading in ("prompt tokens", "hit tokens", "first token cold", "first token on a hit", "same tokens"):
+    for heading in ("prompt tokens", "hit tokens", "first token cold", "on a hit", "same tokens"):
         table.add_column(heading, justify="right")
     for before, after in zip(cold.served, hits.served, strict=True):
         table.add_row(
@@ -152,7 +152,7 @@ def tier_table(runs: Mapping[str, Run]) -> Table:
     """One line per engine and tier: traffic, gate and what was not stored or not used."""
     table = Table(title="tiers")
     for heading in ("engine", "tier"):
-        table.add_column(heading)
+        table.add_column(heading, no_wrap=True)
     for heading in ("stored", "loaded", "gate", "dropped", "failed", "missed"):
         table.add_column(heading, justify="right")
     for name, run in runs.items():
@@ -177,7 +177,7 @@ def _traffic(stats: Mapping[str, object], verb: str) -> str:
     chunks, num_bytes = stats.get(f"chunks_{verb}"), stats.get(f"bytes_{verb}")
     if not isinstance(chunks, int) or not isinstance(num_bytes, int):
         return "unknown"
-    return f"{chunks} ({num_bytes / MIB:.1f} MiB)"
+    return f"{chunks}: {num_bytes / MIB:.1f} MiB"
 
 
 def _gate(gate: object) -> str:
@@ -225,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(f"[red]the demonstration failed[/red]: {error}", highlight=False)
             return 1
     console.print(request_table(cold, hits))
-    console.print(tier_table({"first, cold": cold, "second, hits": hits}))
+    console.print(tier_table({"first": cold, "second": hits}))
     console.print(f"engine start: {cold.start_s:.0f} s and {hits.start_s:.0f} s, each a process of its own")
     return 0 if judge(console, cold, hits) else 1
 

@@ -13,6 +13,7 @@ own, in which a link makes `kvsluice` importable.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import selectors
@@ -20,12 +21,13 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Final
+from typing import IO, Final, final
 
 __all__ = [
     "EngineError",
@@ -119,6 +121,7 @@ def wait_until(condition: Callable[[], bool], *, timeout_s: float) -> bool:
     return True
 
 
+@final
 class EngineProcess:
     """A vLLM engine in a process of its own. A context manager; not thread-safe.
 
@@ -299,14 +302,10 @@ class EngineProcess:
 
     def _kill(self) -> None:
         if not self._commands.closed:
-            try:
+            with contextlib.suppress(BrokenPipeError):  # what was left to flush has no reader any more
                 self._commands.close()
-            except BrokenPipeError:
-                pass  # what was left to flush has no reader any more
-        try:
+        with contextlib.suppress(ProcessLookupError):  # after an orderly end nobody of the group is left
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # all of the group have ended
         self._process.wait()
         self._answers.close()
 
@@ -328,8 +327,6 @@ def _serve(answers: IO[str]) -> None:
             else:
                 result = server.handle(str(command), request)
         except Exception as error:  # noqa: BLE001 - whatever it was, the caller is told, and the log has the rest
-            import traceback
-
             traceback.print_exc()
             answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}) + "\n")
         else:

@@ -56,7 +56,9 @@ def make_model(directory: Path, *, seed: int = 0, shape: ModelShape | None = Non
         return directory
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()  # it would run into the caller's own
     shape = shape or ModelShape()
     config = LlamaConfig(
         vocab_size=shape.vocab_size,

@@ -13,32 +13,28 @@ and asks for it again each time, an indexed call does so once for a whole tensor
 directly. Indexed copies work on 16-byte items, since `index_copy_` moves one item at a time: items
 of 8 bytes take 1.4 times as long.
 
-torch would spread an indexed copy over OpenMP threads, and OpenMP gives every calling thread a team
-of its own: a copy on a background thread would fight the engine's compute threads for the cores.
-So the calling thread, and it alone, is limited to one OpenMP thread for the time of the call. Where
-that is not possible (another threading runtime), every copy is made of runs.
+An indexed copy is kept on the calling thread (see `kvsluice.kernels.openmp`). Where that is not
+possible (another threading runtime), every copy is made of runs.
 
 The CUDA path (`staged`) has not run on a GPU yet; the tests drive the same code on host memory.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Final, Literal
 
 import torch
 
+from kvsluice.kernels.openmp import one_openmp_thread
 from kvsluice.kernels.paged import Geometry, PagedTensor
 
-__all__ = ["RUN_MIN_BYTES", "CopyPlan", "Method", "gather", "one_openmp_thread", "scatter"]
+__all__ = ["RUN_MIN_BYTES", "CopyPlan", "Method", "gather", "scatter"]
 
 Method = Literal["auto", "index", "runs", "staged"]
 
@@ -50,47 +46,6 @@ _MAX_SPLIT: Final = 8
 
 _ITEM_DTYPES: Final = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _WIDEST_BYTES: Final = 16
-
-
-@cache
-def _openmp_limit() -> Callable[[int], None] | None:
-    """`omp_set_num_threads` of the runtime that torch uses; None where torch does not obey it.
-
-    It sets the calling thread's own limit, where `torch.set_num_threads` would change the limit of
-    every thread started later. The process' global scope is asked first, as the loader does for
-    torch itself: a preloaded runtime takes the bundled one's place.
-    """
-    before = torch.get_num_threads()
-    for library in (None, Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"):
-        try:
-            limit = ctypes.CDLL(None if library is None else str(library)).omp_set_num_threads
-        except (OSError, AttributeError):
-            continue
-        limit.argtypes, limit.restype = [ctypes.c_int], None
-        limit(before + 1)
-        obeyed = torch.get_num_threads() == before + 1
-        limit(before)
-        if obeyed:
-            return limit
-    return None
-
-
-@contextlib.contextmanager
-def one_openmp_thread() -> Iterator[bool]:
-    """Keep torch's operators on the calling thread; yields whether that can be done here.
-
-    Other threads are not affected, and the thread's own limit is restored at the end.
-    """
-    limit = _openmp_limit()
-    if limit is None:
-        yield False
-        return
-    before = torch.get_num_threads()
-    limit(1)
-    try:
-        yield True
-    finally:
-        limit(before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,14 +151,32 @@ class CopyPlan:
         Raises:
             TypeError, ValueError: as in `gather`; also ValueError where an id is named twice.
         """
+        self.scatter_tail(block_ids, src, 0)
+
+    def scatter_tail(self, block_ids: Sequence[int], src: torch.Tensor, skip_blocks: int) -> None:
+        """Copy all but the first `skip_blocks` blocks of a chunk; those ids are checked and left as they are.
+
+        Args:
+            block_ids: `num_blocks` ids, those of the blocks left alone included.
+            src: the whole chunk, as in `scatter`.
+            skip_blocks: 0 to `num_blocks`.
+
+        Raises:
+            TypeError, ValueError: as in `scatter`; also ValueError where `skip_blocks` is out of range.
+        """
         self._check(block_ids, src, "src")
-        if len(set(block_ids)) != self.num_blocks:
-            twice = next(block for block in block_ids if list(block_ids).count(block) > 1)
+        if not 0 <= skip_blocks <= self.num_blocks:
+            raise ValueError(f"skip_blocks must be 0 to {self.num_blocks}, got {skip_blocks}")
+        written = block_ids[skip_blocks:]
+        if len(set(written)) != len(written):
+            twice = next(block for block in written if list(written).count(block) > 1)
             raise ValueError(f"block id {twice} is named twice: its bytes would depend on the order of writes")
+        if not written:
+            return
         if self._method == "staged":
-            self._scatter_staged(block_ids, src)
+            self._scatter_staged(written, src)
         else:
-            self._copy_on_host(block_ids, src, into_cache=True)
+            self._copy_on_host(written, src, into_cache=True)
 
     def _check(self, block_ids: Sequence[int], flat: torch.Tensor, what: str) -> None:
         if len(block_ids) != self.num_blocks:
@@ -222,23 +195,25 @@ class CopyPlan:
             raise ValueError(f"{what} must be in host memory or on {self.device}, got {flat.device}")
 
     def _copy_on_host(self, block_ids: Sequence[int], flat: torch.Tensor, *, into_cache: bool) -> None:
-        spans = _spans(block_ids)
+        """Copy the chunk's last blocks, as many as there are ids."""
+        start = self.num_blocks - len(block_ids)
+        spans = _spans(block_ids, start)
         pieces = self._pieces_for(flat)
         index: torch.Tensor | None = None
+        flat_items: dict[torch.dtype, torch.Tensor] = {}
         base = flat.data_ptr()
         with one_openmp_thread() as limited:
             for runs, own_pieces in zip(self._runs, pieces, strict=True):
-                own_spans = spans if runs.dense else [(block, place, 1) for place, block in enumerate(block_ids)]
+                own_spans = spans if runs.dense else [(block, place, 1) for place, block in enumerate(block_ids, start)]
                 if self._method == "runs" or (
                     self._method == "auto"
-                    and (not limited or runs.run_bytes * self.num_blocks >= RUN_MIN_BYTES * len(own_spans))
+                    and (not limited or runs.run_bytes * len(block_ids) >= RUN_MIN_BYTES * len(own_spans))
                 ):
                     _move_runs(runs, own_spans, base, into_cache=into_cache)
                     continue
                 if index is None:
                     index = torch.tensor(block_ids, dtype=torch.int64)
-                for piece in own_pieces:
-                    _move_piece(piece, index, flat, into_cache=into_cache)
+                _move_pieces(own_pieces, index, flat, flat_items, into_cache=into_cache)
 
     def _gather_staged(self, block_ids: Sequence[int], out: torch.Tensor) -> None:
         index = self._index_on_device(block_ids)
@@ -259,9 +234,9 @@ class CopyPlan:
         self._record(index, chunk)
 
     def _move_all(self, index: torch.Tensor, chunk: torch.Tensor, *, into_cache: bool) -> None:
+        flat_items: dict[torch.dtype, torch.Tensor] = {}
         for own_pieces in self._pieces_for(chunk):
-            for piece in own_pieces:
-                _move_piece(piece, index, chunk, into_cache=into_cache)
+            _move_pieces(own_pieces, index, chunk, flat_items, into_cache=into_cache)
 
     def _temporary(self) -> torch.Tensor:
         return torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
@@ -330,17 +305,17 @@ def _offsets(dims: Sequence[tuple[int, int]]) -> Iterator[int]:
         yield sum(place * stride for place, (_, stride) in zip(index, dims, strict=True))
 
 
-def _spans(block_ids: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(first id, its place in the chunk, count) of each longest run of ids that count up by one."""
+def _spans(block_ids: Sequence[int], start: int) -> list[tuple[int, int, int]]:
+    """(first id, its place in the chunk, count) of each longest run of ids that count up by one from `start` on."""
     spans: list[tuple[int, int, int]] = []
     first = previous = block_ids[0]
-    start = 0
-    for place, block in enumerate(block_ids[1:], start=1):
+    first_place = start
+    for place, block in enumerate(block_ids[1:], start + 1):
         if block != previous + 1:
-            spans.append((first, start, place - start))
-            first, start = block, place
+            spans.append((first, first_place, place - first_place))
+            first, first_place = block, place
         previous = block
-    spans.append((first, start, len(block_ids) - start))
+    spans.append((first, first_place, start + len(block_ids) - first_place))
     return spans
 
 
@@ -356,15 +331,29 @@ def _move_runs(runs: _Runs, spans: Sequence[tuple[int, int, int]], base: int, *,
     deque(map(ctypes.memmove, target, source, lengths), maxlen=0)
 
 
-def _move_piece(piece: _Piece, index: torch.Tensor, flat: torch.Tensor, *, into_cache: bool) -> None:
-    item_bytes = piece.view.element_size()
-    chunk = torch.empty(0, dtype=piece.view.dtype, device=flat.device).set_(
-        flat.untyped_storage(), int(flat.storage_offset() + piece.offset) // item_bytes, piece.shape, piece.strides
-    )
-    if into_cache:
-        piece.view.index_copy_(piece.axis, index, chunk)
-    else:
-        torch.index_select(piece.view, piece.axis, index, out=chunk)
+def _move_pieces(
+    pieces: Sequence[_Piece],
+    index: torch.Tensor,
+    flat: torch.Tensor,
+    flat_items: dict[torch.dtype, torch.Tensor],
+    *,
+    into_cache: bool,
+) -> None:
+    """Copy the last `len(index)` blocks of each piece; `flat_items` keeps `flat` as seen in each item dtype, for the next call."""
+    for piece in pieces:
+        dtype, item_bytes = piece.view.dtype, piece.view.element_size()
+        items = flat_items.get(dtype)
+        if items is None:
+            items = flat_items[dtype] = torch.empty(0, dtype=dtype, device=flat.device).set_(
+                flat.untyped_storage(), int(flat.storage_offset()) // item_bytes, (len(flat) // item_bytes,), (1,)
+            )
+        chunk = items.as_strided(piece.shape, piece.strides, items.storage_offset() + piece.offset // item_bytes)
+        if len(index) < chunk.shape[piece.axis]:
+            chunk = chunk.narrow(piece.axis, chunk.shape[piece.axis] - len(index), len(index))
+        if into_cache:
+            piece.view.index_copy_(piece.axis, index, chunk)
+        else:
+            torch.index_select(piece.view, piece.axis, index, out=chunk)
 
 
 def _pieces(

@@ -6,6 +6,7 @@ when its medium fails cannot be asked from outside: that stays for the tier's ow
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
 import threading
@@ -71,37 +72,34 @@ def check_tier(make_tier: Callable[[], Tier], *, num_bytes: int = 65_537, persis
     if num_bytes < 2:
         raise ValueError(f"num_bytes is {num_bytes}: give at least 2")
     passed: list[str] = []
-    tier = make_tier()
+    tiers = [make_tier()]
     try:
-        other = make_tier() if persistent else tier
-        try:
-            for check in _CHECKS:
-                _run(check, _Bench(tier, other, num_bytes))
-                passed.append(check.__name__.removeprefix("_check_"))
-            _run(_close_twice, _Bench(tier, other, num_bytes))
-            passed.append("close")
-        finally:
-            other.close()
-    finally:
-        tier.close()
-    if persistent:
-        again = make_tier()
-        try:
-            _run(_outlived, _Bench(again, again, num_bytes))
-            passed.append("outlives")
-        finally:
-            again.close()
-    return CheckReport(tier.tier_type, num_bytes, persistent, tuple(passed))
+        tiers.append(make_tier() if persistent else tiers[0])
+        bench = _Bench(*tiers, num_bytes)
+        for check in _CHECKS:
+            passed.append(_run(check, bench))
+        if persistent:
+            tiers.append(make_tier())
+            passed.append(_run(_check_outlives, _Bench(tiers[-1], tiers[-1], num_bytes)))
+            tiers[-1].close()
+    except BaseException:
+        for tier in tiers:
+            # What went wrong first is what is shown.
+            with contextlib.suppress(Exception):
+                tier.close()
+        raise
+    return CheckReport(tiers[0].tier_type, num_bytes, persistent, tuple(passed))
 
 
-def _run(check: Callable[[_Bench], None], bench: _Bench) -> None:
-    name = check.__name__.removeprefix("_check_").lstrip("_")
+def _run(check: Callable[[_Bench], None], bench: _Bench) -> str:
+    name = check.__name__.removeprefix("_check_")
     try:
         check(bench)
     except AssertionError as error:
         raise AssertionError(f"tier {bench.tier.name!r}, check {name!r}: {error}") from error
     except Exception as error:
         raise AssertionError(f"tier {bench.tier.name!r}, check {name!r}: raised {error!r}") from error
+    return name
 
 
 def _expect(seen: object, wanted: object, what: str) -> None:
@@ -376,7 +374,7 @@ def _check_reports(bench: _Bench) -> None:
     _expect(bench.tier.take_evicted(), [], "take_evicted, called a second time,")
 
 
-def _close_twice(bench: _Bench) -> None:
+def _check_close(bench: _Bench) -> None:
     bench.tier.clear()
     _store(bench.tier, _key(0), _image(0, bench.num_bytes))
     for tier in (bench.tier, bench.other):
@@ -384,7 +382,7 @@ def _close_twice(bench: _Bench) -> None:
         tier.close()
 
 
-def _outlived(bench: _Bench) -> None:
+def _check_outlives(bench: _Bench) -> None:
     _expect_image(_load(bench.tier, _key(0), bench.num_bytes), _image(0, bench.num_bytes), "a chunk after close")
     bench.tier.clear()
 
@@ -403,4 +401,5 @@ _CHECKS: Final[tuple[Callable[[_Bench], None], ...]] = (
     _check_one_key_many_writers,
     _check_visible_only_when_whole,
     _check_reports,
+    _check_close,
 )

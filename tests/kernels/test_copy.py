@@ -13,8 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsluice.kernels import CopyPlan, PagedTensor, gather, may_overlap_itself, scatter, torch_copy
-from kvsluice.kernels.torch_copy import Method, one_openmp_thread
+from kvsluice.kernels import CopyPlan, PagedTensor, gather, may_overlap_itself, openmp, scatter, torch_copy
+from kvsluice.kernels.openmp import one_openmp_thread
+from kvsluice.kernels.torch_copy import Method
 
 METHODS: tuple[Method, ...] = get_args(Method)
 INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64)
@@ -156,6 +157,38 @@ def test_scatter_refuses_a_block_named_twice_and_writes_nothing() -> None:
     assert torch.equal(paged.tensor, before)
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("skip_blocks", [0, 1, 3, 5])
+@pytest.mark.parametrize("padding", [0, 3])
+def test_the_tail_of_a_chunk_is_scattered_and_the_blocks_before_it_are_left(
+    method: Method, skip_blocks: int, padding: int
+) -> None:
+    paged = [PagedTensor(random_paged((outer, 9, 8 + padding))[:, :, :8], 1) for outer in (2, 12)]
+    before = [item.tensor.clone() for item in paged]
+    plan = CopyPlan(paged, 5, method=method)
+    out = torch.empty(plan.num_bytes, dtype=torch.uint8)
+    plan.gather([8, 7, 0, 1, 2], out)
+    block_ids = [3, 3, 3, 4, 6] if skip_blocks >= 2 else [3, 5, 7, 8, 6]
+    plan.scatter_tail(block_ids, out, skip_blocks)
+    for item, kept in zip(paged, before, strict=True):
+        expected = kept.clone()
+        expected[:, block_ids[skip_blocks:]] = kept[:, [8, 7, 0, 1, 2][skip_blocks:]]
+        assert torch.equal(item.tensor, expected)
+
+
+def test_a_tail_is_checked_like_a_whole_chunk() -> None:
+    paged = PagedTensor(random_paged((4, 10)), 0)
+    plan = CopyPlan([paged], 3)
+    src = torch.zeros(plan.num_bytes, dtype=torch.uint8)
+    for skip_blocks in (-1, 4):
+        with pytest.raises(ValueError, match=f"skip_blocks must be 0 to 3, got {skip_blocks}"):
+            plan.scatter_tail([0, 1, 2], src, skip_blocks)
+    with pytest.raises(ValueError, match="block id 2 is named twice"):
+        plan.scatter_tail([0, 2, 2], src, 1)
+    with pytest.raises(ValueError, match="block id 9 is outside"):
+        plan.scatter_tail([9, 1, 2], src, 1)
+
+
 def test_consecutive_dense_blocks_are_one_run_and_padded_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths: list[int] = []
 
@@ -187,8 +220,8 @@ def test_long_runs_are_moved_directly_and_short_ones_are_indexed(
 
 
 def test_without_control_over_openmp_every_copy_is_made_of_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_copy, "_openmp_limit", lambda: None)
-    monkeypatch.setattr(torch_copy, "_move_piece", lambda *_args, **_kwargs: pytest.fail("an indexed copy was made"))
+    monkeypatch.setattr(openmp, "_openmp_limit", lambda: None)
+    monkeypatch.setattr(torch_copy, "_move_pieces", lambda *_args, **_kwargs: pytest.fail("an indexed copy was made"))
     paged = PagedTensor(random_paged((2, 8, 5)), 1)
     out = torch.empty(paged.page_bytes * 2, dtype=torch.uint8)
     gather([paged], [5, 1], out)
@@ -225,7 +258,7 @@ def test_a_copy_on_a_background_thread_starts_no_team_of_threads() -> None:
     thread = threading.Thread(target=copy)
     thread.start()
     thread.join()
-    assert counts[0] == counts[1]
+    assert counts[1] <= counts[0]
 
 
 def test_tensors_made_and_plans_made_in_inference_mode_are_written_outside_it() -> None:

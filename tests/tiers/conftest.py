@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 
-import boto3
+import boto3.session
 import pytest
 from moto.server import ThreadedMotoServer
 
 _bucket_numbers = count()
+_session = boto3.session.Session()
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Bucket:
         return {"endpoint_url": self.endpoint_url, "access_key": self.access_key, "secret_key": self.secret_key}
 
     def client(self):
-        return boto3.client(
+        return _session.client(
             "s3",
             endpoint_url=self.endpoint_url,
             aws_access_key_id=self.access_key,

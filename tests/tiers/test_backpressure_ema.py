@@ -102,6 +102,7 @@ def test_an_argument_out_of_range_is_refused_with_name_and_value(clock, name, va
 
 def test_limits_of_the_ranges_are_allowed(clock):
     make(clock, alpha=1, failure_threshold=1, low_water_s=HIGH, warmup_completions=0)
+    make(clock, decay_half_life_s=math.inf, cooldown_s=math.inf)
 
 
 # Samples.
@@ -392,6 +393,16 @@ def test_the_mean_of_the_warm_up_replaces_what_failures_in_it_left(clock):
     detector.on_store_failed()
     complete(detector, FAST, 2)
     assert answers(detector, 4) == [True, False, True, False]
+
+
+def test_the_end_of_the_warm_up_is_an_update_from_which_decay_counts(clock):
+    detector = make(clock, failure_threshold=1, warmup_completions=1, decay_half_life_s=1.0)
+    detector.on_store_failed()
+    clock.now_s = 50.0
+    complete(detector, 2 * HIGH)
+    clock.now_s = 51.0
+    assert detector.is_under_pressure()
+    assert detector.store_latency_ema == pytest.approx(HIGH)
 
 
 def test_reset_forgets_everything_and_resets_the_policy(clock):

@@ -6,6 +6,7 @@ import json
 import socket
 import sys
 
+import boto3.session
 import pytest
 from botocore.exceptions import ClientError, ConnectTimeoutError
 from hypothesis import given
@@ -29,6 +30,15 @@ IMAGE = bytes(range(256)) * 64
 
 def view(image: bytes) -> memoryview:
     return memoryview(bytearray(image))
+
+
+_session = boto3.session.Session()
+
+
+@pytest.fixture(autouse=True)
+def one_session(monkeypatch):
+    """A new session parses megabytes of service descriptions: ten times the cost of its client."""
+    monkeypatch.setattr(boto3.session, "Session", lambda: _session)
 
 
 @pytest.fixture
@@ -224,15 +234,13 @@ def test_objects_that_could_not_be_deleted_are_an_error(scripted, scripted_tier,
     )
     refusal = b"<DeleteResult><Error><Key>default/01.safetensors</Key><Code>AccessDenied</Code></Error></DeleteResult>"
     scripted.script = lambda request: answer(200, listing if request.method == "GET" else refusal)
-    with pytest.raises(TierUnavailableError, match="delete 1 objects below default/.*AccessDenied"):
+    with pytest.raises(TierUnavailableError, match=r"delete 1 objects below default/.*AccessDenied"):
         scripted_tier.clear()
 
 
 @pytest.mark.parametrize(("held_bytes", "reason"), [(0, SHORT), (99, SHORT), (101, OVERSIZE)])
 @pytest.mark.parametrize("chunked", [False, True])
-def test_another_length_is_damage_and_the_next_load_works(
-    scripted, scripted_tier, answer, held_bytes, reason, chunked
-):
+def test_another_length_is_damage_and_the_next_load_works(scripted, scripted_tier, answer, held_bytes, reason, chunked):
     scripted.script = lambda request: answer(200, IMAGE[:held_bytes], chunked=chunked)
     with pytest.raises(ChunkDamagedError, match="the chunk has 100") as caught:
         scripted_tier.load(KEY, view(IMAGE), 100)
@@ -291,7 +299,7 @@ def test_a_missing_bucket_is_a_configuration_error_that_names_it(bucket):
 
 def test_a_refused_bucket_is_a_configuration_error(scripted, answer):
     scripted.script = lambda request: answer(403)
-    with pytest.raises(ConfigError, match="'kv-test' at .* may not be used with these credentials: status 403"):
+    with pytest.raises(ConfigError, match=r"'kv-test' at .* may not be used with these credentials: status 403"):
         ObjectTier("kv-test", endpoint_url=scripted.endpoint_url, access_key="a", secret_key="b")
 
 
@@ -306,7 +314,9 @@ def test_an_endpoint_that_nobody_serves_is_a_configuration_error():
 
 def test_facts_that_may_not_be_written_are_a_warning(scripted, answer, caplog):
     scripted.script = lambda request: (
-        answer.error(403, "AccessDenied") if request.method == "PUT" else answer(200 if request.path == "/kv-test" else 404)
+        answer.error(403, "AccessDenied")
+        if request.method == "PUT"
+        else answer(200 if request.path == "/kv-test" else 404)
     )
     ObjectTier(
         "kv-test", endpoint_url=scripted.endpoint_url, access_key="a", secret_key="b", namespace_facts={"a": 1}

@@ -1,0 +1,314 @@
+"""The adapter in the scheduler process: the planner behind vLLM's scheduler-side calls.
+
+Blocks are held by reference while a copy reads them, so that finish, abort, preemption and
+re-admission need no word from us:
+
+    order made ── touch ──▶ request may go, blocks stay ──▶ every rank has copied ── free ──▶ pool
+
+Bookkeeping is by job id. A request id may come again while jobs of its namesake still run.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvsluice.connector.config import OffloadConfig
+from kvsluice.connector.ladder import Geometry, build_tiers, planned_tiers
+from kvsluice.connector.planner import Planner
+from kvsluice.connector.prober import Prober
+from kvsluice.connector.results import TransferResult
+from kvsluice.connector.vllm.wire import FinishedLoad, SluiceStats, StepOrders, StepReports
+from kvsluice.tiers.base import Tier
+from kvsluice.tiers.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+__all__ = ["SchedulerHalf"]
+
+_log = logging.getLogger(__name__)
+
+STORE_PATIENCE_S = 10.0
+"""How long an idle engine goes on stepping for the sake of stores; a hung tier must not keep it awake."""
+RESET_PATIENCE_S = 30.0
+
+
+@dataclass(slots=True)
+class _RequestState:
+    """What is kept per live request."""
+
+    request: Request
+    chunks_offered: int = 0
+    may_load: bool = True
+    planned: tuple[int, int] | None = None
+    """First chunk and number of chunks of the last lookup's answer."""
+    load_job: int | None = None
+
+
+@dataclass(slots=True)
+class _LoadJob:
+    request_id: str
+    keys: tuple[bytes, ...]
+    blocks: dict[bytes, tuple[int, ...]] = field(default_factory=dict)
+
+
+class SchedulerHalf:
+    """The scheduler's side. All calls come on vLLM's scheduler thread."""
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        *,
+        hash_block_size: int,
+        block_size: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if block_size % hash_block_size:
+            raise ConfigError(f"block_size {block_size} is no multiple of hash_block_size {hash_block_size}")
+        self._config = config
+        self._clock = clock
+        self._hash_block_size = hash_block_size
+        self._block_size = block_size
+        self._blocks_per_chunk = config.blocks_per_chunk_for(block_size)
+        self._chunk_tokens = self._blocks_per_chunk * block_size
+        self._pool: BlockPool | None = None
+        self._planner: Planner | None = None
+        self._prober: Prober | None = None
+        self._tiers: dict[int, Tier] = {}
+        self._requests: dict[str, _RequestState] = {}
+        self._loads: dict[int, _LoadJob] = {}
+        self._loading: Counter[bytes] = Counter()
+        self._held_blocks: dict[int, list[int]] = {}
+        self._store_started_s: dict[int, float] = {}
+        self._finished_loads: list[FinishedLoad] = []
+        self._reset_until_s = 0.0
+        self._stats_changed = False
+
+    def bind_pool(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    def handshake(self, geometries: list[Geometry]) -> None:
+        """Start planning with what the workers found out.
+
+        Raises:
+            ConfigError: ranks that would not share chunks, slots or names.
+        """
+        first = geometries[0]
+        for rank, geometry in enumerate(geometries):
+            if geometry != first:
+                raise ConfigError(f"rank {rank} has another KV geometry than rank 0: {geometry} and {first}")
+        self._tiers = build_tiers(self._config, first.namespace, first.facts)
+        self._prober = Prober(self._tiers, num_ranks=len(geometries))
+        self._planner = Planner(
+            planned_tiers(self._config, self._clock),
+            first.settings(self._config, num_ranks=len(geometries)),
+            prober=self._prober,
+            clock=self._clock,
+        )
+        _log.info(
+            "kvsluice scheduler: namespace %s, chunks of %d tokens, configuration %s",
+            first.namespace,
+            self._chunk_tokens,
+            self._config.redacted(),
+        )
+
+    # ---- requests ----------------------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        self._requests[request.request_id] = _RequestState(request)
+
+    def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """Tokens beyond `computed` that tiers hold; None while that is still being found out."""
+        state = self._requests.get(request.request_id)
+        if state is None or self._planner is None or not state.may_load or request.skip_reading_prefix_cache:
+            return 0, False
+        first = computed // self._chunk_tokens
+        keys = self._chunk_keys(request)[first:]
+        if not keys:
+            return 0, False
+        found = self._planner.lookup(keys)
+        if found.pending:
+            return None, False
+        external = (first + found.held) * self._chunk_tokens - computed
+        if external <= 0:
+            return 0, False
+        # Blocks that are being loaded become shareable when they have arrived: waiting for them is cheaper
+        # than loading them twice, and bounded by their own deadline.
+        if any(self._loading[key] for key in keys[: found.held]):
+            return None, False
+        state.planned = (first, found.held)
+        return external, True
+
+    def after_alloc(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
+        """vLLM has blocks for the hit: load into them."""
+        state = self._requests.get(request.request_id)
+        if external <= 0 or state is None or state.planned is None or self._planner is None:
+            return
+        first, held = state.planned
+        state.planned = None
+        table = blocks.get_block_ids()[0]
+        width = self._blocks_per_chunk
+        keys = tuple(self._chunk_keys(request)[first : first + held])
+        computed = (first + held) * self._chunk_tokens - external
+        block_ids = table[first * width : (first + held) * width]
+        skip = computed // self._block_size - first * width
+        job = self._planner.load(keys, block_ids, None, skip_blocks=skip)
+        load = _LoadJob(request.request_id, keys)
+        for at, key in enumerate(keys):
+            load.blocks[key] = tuple(block_ids[at * width + (skip if at == 0 else 0) : (at + 1) * width])
+        self._loads[job] = load
+        self._loading.update(keys)
+        state.load_job = job
+        state.chunks_offered = max(state.chunks_offered, first + held)
+
+    def finished(self, request: Request) -> None:
+        """The request is over, in whatever way. What runs for it goes on by job id."""
+        state = self._requests.pop(request.request_id, None)
+        if state is not None and state.load_job in self._loads and self._planner is not None:
+            assert state.load_job is not None
+            self._planner.cancel(state.load_job)
+
+    # ---- steps -------------------------------------------------------------------------------
+
+    def build_step(self, step: SchedulerOutput) -> StepOrders:
+        """Orders of this step: loads that were allocated, and the chunks that its forward completes."""
+        if self._planner is None:
+            return StepOrders()
+        for request_id in step.preempted_req_ids or ():
+            if (state := self._requests.get(request_id)) is not None:
+                state.chunks_offered = 0
+        for request_id, scheduled in step.num_scheduled_tokens.items():
+            if (state := self._requests.get(request_id)) is not None:
+                self._offer(state, scheduled, step)
+        self._take_results()
+        finished, self._finished_loads = tuple(self._finished_loads), []
+        return StepOrders(self._planner.take_orders(), finished)
+
+    def _offer(self, state: _RequestState, scheduled: int, step: SchedulerOutput) -> None:
+        assert self._planner is not None
+        request = state.request
+        # Rejected draft tokens are scheduled as well, but no token that is known lacks its KV but the last.
+        ready = min(request.num_computed_tokens + scheduled, request.num_tokens)
+        if self._config.offload_prompt_only:
+            ready = min(ready, request.num_prompt_tokens)
+        first, end = state.chunks_offered, ready // self._chunk_tokens
+        if end <= first:
+            return
+        keys = self._chunk_keys(request)[first:end]
+        tables = step.kv_connector_block_state.get_block_ids(request.request_id)
+        if not keys or tables is None:
+            return
+        width = self._blocks_per_chunk
+        block_ids = tables[0][first * width : (first + len(keys)) * width]
+        state.chunks_offered = first + len(keys)
+        job = self._planner.store(keys, block_ids)
+        self._store_started_s[job] = self._clock()
+        self._hold(job, block_ids)
+        # A job that no tier takes is over at once; its blocks go back in the same call.
+        self._release()
+
+    def apply(self, reports: StepReports | None) -> None:
+        """Take in what the workers saw."""
+        if self._planner is None or reports is None:
+            return
+        for report in reports.reports:
+            self._stats_changed = self._stats_changed or bool(report.events)
+            self._planner.apply(report)
+        self._take_results()
+
+    def _take_results(self) -> None:
+        assert self._planner is not None
+        self._release()
+        for result in self._planner.take_results():
+            self._stats_changed = True
+            if result.kind == "load":
+                self._finish_load(result)
+            else:
+                self._store_started_s.pop(result.job_id, None)
+
+    def _finish_load(self, result: TransferResult) -> None:
+        load = self._loads.pop(result.job_id)
+        self._loading.subtract(load.keys)
+        self._loading += Counter()
+        failed = tuple(block for key in result.failed for block in load.blocks[key])
+        state = self._requests.get(load.request_id)
+        if state is not None and state.load_job == result.job_id:
+            state.load_job = None
+            # A second try could fail the same way: the request computes what is missing.
+            state.may_load = state.may_load and not failed
+            if failed:
+                state.chunks_offered = 0
+                _log.info(
+                    "request %s: %d of %d chunks were not loaded (%s) and are computed",
+                    load.request_id,
+                    len(result.failed),
+                    len(load.keys),
+                    ", ".join(sorted(set(result.failed.values()))),
+                )
+        self._finished_loads.append(FinishedLoad(load.request_id, failed))
+
+    # ---- blocks ------------------------------------------------------------------------------
+
+    def _hold(self, job: int, block_ids: list[int]) -> None:
+        assert self._pool is not None
+        pool = self._pool
+        pool.touch([pool.blocks[block] for block in block_ids])
+        self._held_blocks[job] = block_ids
+
+    def _release(self) -> None:
+        assert self._planner is not None
+        for job in self._planner.take_released():
+            block_ids = self._held_blocks.pop(job, None)
+            if block_ids is not None and self._pool is not None:
+                pool = self._pool
+                # Tail first: vLLM takes free blocks from the front, and the head of a prefix is worth most.
+                pool.free_blocks(pool.blocks[block] for block in reversed(block_ids))
+
+    # ---- the rest ----------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        """Whether an idle engine should go on stepping for us: always for a bounded time only."""
+        now_s = self._clock()
+        if self._loads or self._finished_loads or self._held_blocks:
+            return True
+        if any(now_s - start_s < STORE_PATIENCE_S for start_s in self._store_started_s.values()):
+            return True
+        return now_s < self._reset_until_s and self._planner is not None and self._planner.reset_outcome() is None
+
+    def reset(self) -> bool:
+        """Stop serving what is held, and have the tiers emptied."""
+        if self._planner is None:
+            return True
+        self._planner.reset()
+        self._take_results()
+        self._reset_until_s = self._clock() + RESET_PATIENCE_S
+        return True
+
+    def stats(self) -> SluiceStats | None:
+        """The newest snapshot where something has changed."""
+        if self._planner is None or not self._stats_changed:
+            return None
+        self._stats_changed = False
+        return SluiceStats.of(self._planner.stats())
+
+    def shutdown(self) -> None:
+        if self._prober is not None:
+            self._prober.close(0.5, self._clock)
+            self._prober = None
+        for tier in self._tiers.values():
+            tier.close()
+        self._tiers = {}
+
+    def _chunk_keys(self, request: Request) -> list[bytes]:
+        """The keys of the request's full chunks: the hash of the prefix that ends with each."""
+        per_chunk = self._chunk_tokens // self._hash_block_size
+        hashes = request.block_hashes
+        return [bytes(hashes[at]) for at in range(per_chunk - 1, len(hashes), per_chunk)]
