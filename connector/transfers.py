@@ -88,9 +88,6 @@ class _Transfer:
         if self._users.pop() == 0:
             self.shared.events.append(Ended(self.job_id, self.part))
 
-    def prepare(self) -> None:
-        self.shared.region.touch(self.slot)
-
     def stale(self) -> str | None:
         """Why the transfer must not start any more; None where it may."""
         if self.generation != self.shared.generation:
@@ -167,6 +164,9 @@ class StoreTransfer(_Transfer):
         self.cancelled_as = reason
         self.claim.take()
 
+    def prepare(self) -> None:
+        self.shared.region.touch(self.slot)
+
     def copy(self) -> None:
         self.shared.plan.gather(self.block_ids, self.shared.payload(self.slot))
 
@@ -197,13 +197,14 @@ class LoadTransfer(_Transfer):
     """One chunk from a tier (or from a slot that holds it already) to blocks.
 
     The claim decides the outcome: the copier takes it when it starts the copy, a deadline, a
-    cancel or a fence when they come first. Whoever takes it reports `Loaded`, once.
+    cancel or a fence when they come first. Whoever takes it reports `Loaded`, once, and counts as a
+    user of the slot until then, so that `Ended` never overtakes it.
     """
 
     is_store = False
 
     def __init__(self, shared: Shared, job_id: int, order: LoadPart, ready: Event, deadline_s: float) -> None:
-        super().__init__(shared, job_id, order.part, order.key, order.slot, ready, 1 + len(order.copy_up))
+        super().__init__(shared, job_id, order.part, order.key, order.slot, ready, 2 + len(order.copy_up))
         self.block_ids = order.block_ids
         self.skip_blocks = order.skip_blocks
         self.deadline_s = deadline_s
@@ -228,8 +229,9 @@ class LoadTransfer(_Transfer):
         self.cancelled_as = reason
         if self.claim.take():
             misses = list(self._misses)
-            if reason == reasons.DEADLINE and self._sources:
-                misses.append((self._sources[0], reason))
+            if reason == reasons.DEADLINE:
+                # A slice: the tier's thread may drop the last source between a look and an index.
+                misses += [(source, reason) for source in self._sources[:1]]
             self._report(reason, 0.0, misses)
 
     @property
@@ -247,13 +249,13 @@ class LoadTransfer(_Transfer):
         shared = self.shared
         key = shared.name(self.key)
         view = shared.region.view(self.slot)
+        shared.region.touch(self.slot)
         begin_s = shared.clock()
         try:
             num_bytes = shared.tiers[tier].load(key, view, shared.fmt.file_bytes)
             # Only the tier's own time counts against the tier; proving the bytes is ours.
             self._tier_s += shared.clock() - begin_s
-            if shared.verify:
-                shared.fmt.verify(view, num_bytes, self.key)
+            shared.fmt.verify(view, num_bytes, self.key, checksum=shared.verify)
         except TierError as error:
             _log.debug("load failed: %s", error)
             if isinstance(error, ChunkDamagedError):
@@ -268,6 +270,9 @@ class LoadTransfer(_Transfer):
 
     def crashed(self, error: Exception) -> None:
         self._miss(self._sources[0], reasons.INTERNAL)
+
+    def prepare(self) -> None:
+        """The slot holds what was read: nothing may write to it any more."""
 
     def copy(self) -> None:
         payload = self.shared.payload(self.slot)
@@ -328,6 +333,7 @@ class LoadTransfer(_Transfer):
                 tuple(misses),
             )
         )
+        self.leave()
 
     def _remove_damaged(self, tier: int, key: bytes) -> None:
         try:

@@ -177,7 +177,7 @@ def _traffic(stats: Mapping[str, object], verb: str) -> str:
     chunks, num_bytes = stats.get(f"chunks_{verb}"), stats.get(f"bytes_{verb}")
     if not isinstance(chunks, int) or not isinstance(num_bytes, int):
         return "unknown"
-    return f"{chunks}: {num_bytes / MIB:.1f} MiB"
+    return f"{chunks}, {num_bytes / MIB:.0f} MiB"
 
 
 def _gate(gate: object) -> str:

@@ -156,6 +156,8 @@ class Engine:
         self._loading: dict[int, _Request] = {}
         self._completions: dict[int, Completion] = {}
         self._submitted = 0
+        self._starved = False
+        """A running request waits for blocks. Nothing is admitted then: a new one would take them first, for ever."""
 
     def submit(self, prompt: Sequence[int], max_new_tokens: int, *, reuse: bool = True) -> int:
         """Queue a request; its number. `reuse=False` computes every token, whatever the tiers hold.
@@ -187,10 +189,9 @@ class Engine:
     def step(self) -> bool:
         """One turn of the scheduler: take in finished transfers, admit, compute. Whether it computed anything."""
         self._pump()
-        while self._admit():
+        while not self._starved and self._admit():
             pass
-        busy = False
-        prefilled = False
+        busy = prefilled = self._starved = False
         for request in list(self._running):
             if request.state is _State.PREFILL and not prefilled:
                 busy |= (prefilled := self._prefill_piece(request))
@@ -325,7 +326,8 @@ class Engine:
                 return True
             victim = self._running[-1]
             if victim is request:
-                return False  # older requests will finish, or pinned blocks come back
+                self._starved = True  # until older requests finish, or pinned blocks come back
+                return False
             self._preempt(victim)
         return True
 

@@ -339,7 +339,7 @@ def _move_pieces(
     *,
     into_cache: bool,
 ) -> None:
-    """Copy the last `len(index)` blocks of each piece; `flat_items` keeps `flat` as seen in each item dtype, for the next call."""
+    """Copy the last `len(index)` blocks of each piece; `flat_items` keeps `flat` in each item dtype for later calls."""
     for piece in pieces:
         dtype, item_bytes = piece.view.dtype, piece.view.element_size()
         items = flat_items.get(dtype)

@@ -75,9 +75,8 @@ def check_tier(make_tier: Callable[[], Tier], *, num_bytes: int = 65_537, persis
     tiers = [make_tier()]
     try:
         tiers.append(make_tier() if persistent else tiers[0])
-        bench = _Bench(*tiers, num_bytes)
-        for check in _CHECKS:
-            passed.append(_run(check, bench))
+        bench = _Bench(tiers[0], tiers[1], num_bytes)
+        passed.extend(_run(check, bench) for check in _CHECKS)
         if persistent:
             tiers.append(make_tier())
             passed.append(_run(_check_outlives, _Bench(tiers[-1], tiers[-1], num_bytes)))

@@ -7,7 +7,6 @@ with its true length.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -117,16 +116,16 @@ def probe_direct(fd: int) -> OSError | None:
     write, some the first read.
     """
     num_bytes = ALIGNMENT_BYTES + 100
-    with contextlib.closing(mmap.mmap(-1, round_up(num_bytes))) as memory, memoryview(memory) as view:
-        view[:num_bytes] = b"\x5a" * num_bytes
-        try:
-            write_image(fd, view, num_bytes, direct=True)
-            view[:num_bytes] = bytes(num_bytes)
-            count = read_image(fd, view, num_bytes, direct=True)
-        except OSError as error:
-            return error
-        if count != num_bytes or bytes(view[:num_bytes]) != b"\x5a" * num_bytes:
-            return OSError(errno.EIO, f"a direct read of {num_bytes} bytes gave {count}, or other bytes")
+    view = memoryview(mmap.mmap(-1, round_up(num_bytes)))
+    view[:num_bytes] = b"\x5a" * num_bytes
+    try:
+        write_image(fd, view, num_bytes, direct=True)
+        view[:num_bytes] = bytes(num_bytes)
+        count = read_image(fd, view, num_bytes, direct=True)
+    except OSError as error:
+        return error
+    if count != num_bytes or bytes(view[:num_bytes]) != b"\x5a" * num_bytes:
+        return OSError(errno.EIO, f"a direct read of {num_bytes} bytes gave {count}, or other bytes")
     return None
 
 

@@ -179,10 +179,11 @@ class FileSystemTier(Tier):
         try:
             try:
                 self._io.write(fd, buffer, num_bytes)
-                status = os.fstat(fd)
             finally:
                 # A network file system may report a failed write only here; the error is the store's.
                 os.close(fd)
+            # Asked after the close: some file systems hold blocks in advance while a file is open.
+            status = os.lstat(temp)
             published, replaced = self._publish(temp, path, num_bytes)
         finally:
             self._remove_temp(temp)
