@@ -86,6 +86,16 @@ class TierAccount:
         self.dropped[reason] += 1
         return reason
 
+    @property
+    def has_store_room(self) -> bool:
+        """Whether a store's slot still fits in the stores' part of the tier's share."""
+        return self.slots_in_stores < self.store_share
+
+    @property
+    def has_load_room(self) -> bool:
+        """Whether a load's slot still fits in the tier's share."""
+        return self.slots_in_loads + self.slots_in_stores < self.slot_share
+
     def withdraw(self, reason: str) -> None:
         """An admitted store is shed before any worker heard of it."""
         self.stores_open -= 1
@@ -97,8 +107,7 @@ class TierAccount:
             if num_bytes > 0:
                 self.chunks_stored += 1
                 self.bytes_stored += num_bytes
-                if self.gate is not None:
-                    self.gate.on_store_completed(tier_s, num_bytes)
+                self.teach(num_bytes, tier_s)
             else:
                 self.chunks_already_held += 1
         elif reason in FAULTS:
@@ -107,6 +116,11 @@ class TierAccount:
                 self.gate.on_store_failed()
         else:
             self.dropped[reason] += 1
+
+    def teach(self, num_bytes: int, tier_s: float) -> None:
+        """Tell the gate of one store that was made."""
+        if self.gate is not None:
+            self.gate.on_store_completed(tier_s, num_bytes)
 
     def stats(self, *, known_chunks: int, used_bytes: int | None, capacity_bytes: int | None) -> TierStats:
         gate = None

@@ -10,6 +10,7 @@ the call returns; on a GPU it is over when its end event has passed. The code is
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -20,7 +21,7 @@ from typing import Protocol
 
 from kvsluice.connector.device import Device, Event, Stream
 
-__all__ = ["Claim", "CopyTask", "Copier"]
+__all__ = ["Claim", "Copier", "CopyTask"]
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class Copier:
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
         # All that was put and is neither over nor revoked, for `fence`; entries come and go atomically.
         self._live: dict[int, CopyTask] = {}
-        self._flying: deque[tuple[CopyTask, Event, Event]] = deque()
+        self._flying: deque[tuple[CopyTask, Event, Event, Exception | None]] = deque()
         self._progress = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="kvsluice-copy", daemon=True)
@@ -134,7 +135,15 @@ class Copier:
         self._closing = True
         self._wake.put(False)
         self._thread.join(max(0.0, end_s - self._clock()))
-        return [self._thread.name] if self._thread.is_alive() else []
+        # What flies past the end is still in the device's hands, whether or not the thread has gone.
+        return [self._thread.name] if self._thread.is_alive() or self._flying else []
+
+    def shed(self) -> None:
+        """After `close`: revoke what was put and never started."""
+        while (task := self._take()) is not None:
+            task.claim.take()
+            self._over(task)
+            task.on_revoked()
 
     def _serve(self) -> None:
         while not self._closing:
@@ -150,10 +159,8 @@ class Copier:
 
     def _take(self) -> CopyTask | None:
         for waiting in (self._loads, self._stores):
-            try:
+            with contextlib.suppress(IndexError):
                 return waiting.popleft()
-            except IndexError:
-                continue
         return None
 
     def _issue(self, task: CopyTask) -> None:
@@ -162,29 +169,45 @@ class Copier:
             task.on_revoked()
             return
         stream = self._out if task.is_store else self._in
+        error = None
         try:
             task.prepare()
             with stream.use():
                 stream.wait(task.ready)
                 start = stream.record()
-                task.copy()
+                try:
+                    task.copy()
+                except Exception as failure:  # noqa: BLE001 - torch raises what it likes; the thread must go on
+                    # Part of it may be on the device: the blocks are free when that has passed, not now.
+                    error = failure
                 end = stream.record()
-        except Exception as error:  # noqa: BLE001 - torch raises what it likes; the thread must go on
-            _log.exception("a device copy failed; its job fails, the thread goes on")
-            self._over(task)
-            task.on_copy_failed(error)
+        except Exception as failure:  # noqa: BLE001 - as above
+            self._failed(task, failure)
             return
-        self._flying.append((task, start, end))
+        self._flying.append((task, start, end, error))
 
     def _reap(self) -> None:
         # Each direction's events pass in order, the two interleave: one that has not passed holds up no other.
         for _ in range(len(self._flying)):
-            task, start, end = self._flying.popleft()
-            if not end.query():
-                self._flying.append((task, start, end))
-                continue
-            self._over(task)
-            task.on_copied(end.seconds_since(start))
+            task, start, end, error = self._flying.popleft()
+            copy_s = 0.0
+            try:
+                if not end.query():
+                    self._flying.append((task, start, end, error))
+                    continue
+                copy_s = end.seconds_since(start)
+            except Exception as failure:  # noqa: BLE001 - a device that fails asynchronously says so here
+                error = error or failure
+            if error is None:
+                self._over(task)
+                task.on_copied(copy_s)
+            else:
+                self._failed(task, error)
+
+    def _failed(self, task: CopyTask, error: Exception) -> None:
+        _log.error("a device copy failed; its job fails, the thread goes on", exc_info=error)
+        self._over(task)
+        task.on_copy_failed(error)
 
     def _over(self, task: CopyTask) -> None:
         with self._progress:

@@ -115,14 +115,20 @@ class IoQueue:
         started = [start_s for start_s in list(self._storing) if start_s is not None]
         return self._clock() - min(started) if started else 0.0
 
-    def close(self, end_s: float) -> list[str]:
-        """Let what waits finish until `end_s`, then stop; the names of threads that hang past it."""
-        while (self._loads or self._stores or self._exclusive) and self._clock() < end_s:
-            time.sleep(0.002)
+    @property
+    def waiting(self) -> bool:
+        """Whether anything waits for a thread."""
+        return bool(self._loads or self._stores or self._exclusive)
+
+    def stop(self) -> None:
+        """Have each thread end after what it is at. Never blocks."""
         self._closing = True
         for _ in self._threads:
             self._for_readers.put(False)
             self._for_writers.put(False)
+
+    def join(self, end_s: float) -> list[str]:
+        """Wait for the threads after `stop`; the names of those that hang past `end_s`."""
         for thread in self._threads:
             thread.join(max(0.0, end_s - self._clock()))
         return [thread.name for thread in self._threads if thread.is_alive()]
@@ -148,8 +154,8 @@ class IoQueue:
             tokens.get()
             if self._closing:
                 return
-            if self._exclusive:
-                self._serve_exclusive(at)
+            # One that loses the race for the action keeps its token: a task may stand behind it.
+            if self._exclusive and self._serve_exclusive(at):
                 continue
             task = self._take(self._loads)
             is_store = task is None and is_writer
@@ -169,11 +175,11 @@ class IoQueue:
             finally:
                 self._running[at] = self._storing[at] = None
 
-    def _serve_exclusive(self, at: int) -> None:
+    def _serve_exclusive(self, at: int) -> bool:
         try:
             action = self._exclusive.popleft()
         except IndexError:
-            return
+            return False
         self._running[at] = self._clock()
         try:
             # Stores are short or they hang; a hung one keeps the action waiting, and its asker is told nothing.
@@ -184,6 +190,7 @@ class IoQueue:
             _log.exception("unexpected failure in a tier's thread")
         finally:
             self._running[at] = None
+        return True
 
     @staticmethod
     def _take(waiting: deque[IoTask]) -> IoTask | None:

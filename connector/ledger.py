@@ -80,7 +80,10 @@ class LoadState:
     ranks_to_end: int = 0
     reason: str | None = None
     decided: bool = False
-    charged_tier: int = -1
+    charged: dict[int, int] = field(default_factory=dict)
+    """Sources in whose share the slot counts, each with the ranks that may still read from it."""
+    served: set[int] = field(default_factory=set)
+    """The sources that ranks were served by."""
     skip_blocks: int = 0
 
 
@@ -100,6 +103,8 @@ class Ledger:
         job.outcome = [None] * len(keys)
         self._next_id += 1
         self.jobs[job.job_id] = job
+        if kind == "store" and not keys:
+            self._released.append(job.job_id)
         return job
 
     def was_issued(self, job_id: int) -> bool:

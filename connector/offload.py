@@ -190,13 +190,15 @@ class OffloadConnector:
         """Return once no transfer asked for before touches these blocks, now or later.
 
         Waits for the device's copies, never for a tier: a load into these blocks whose copy has not
-        started becomes a miss (`fenced`).
+        started becomes a miss, a store from them that waits for a slot is not made (both `fenced`).
 
         Raises:
             TimeoutError: the device was not done within 10 s.
         """
+        blocks = frozenset(block_ids)
+        self._planner.fence(blocks)
         self._send()
-        self._worker.fence(block_ids)
+        self._worker.fence(blocks)
 
     def cancel(self, job_id: int) -> None:
         """Shed what has not started; the job still ends in `poll`. No-op for one that is over. Never blocks.
@@ -213,6 +215,7 @@ class OffloadConnector:
         Raises:
             TimeoutError: some were not over within `timeout_s`; the results there are stay for `poll`.
             ValueError: a job that was never issued.
+            ClosedError: the connector was closed while a tier hung; what it was at is never over.
         """
         self._turn()
         wanted = list(self._ready) + self._planner.open_jobs() if jobs is None else list(jobs)
@@ -220,6 +223,8 @@ class OffloadConnector:
         while still_open := [job for job in wanted if self._planner.is_open(job)]:
             if end_s is not None and self._clock() >= end_s:
                 raise TimeoutError(f"jobs {still_open[:8]} ({len(still_open)} in all) are not over after {timeout_s} s")
+            if self._left is not None:
+                raise ClosedError(f"jobs {still_open[:8]} ({len(still_open)} in all) were not over at close")
             time.sleep(_WAIT_STEP_S)
             self._turn()
         return [self._ready.pop(job) for job in wanted if job in self._ready]

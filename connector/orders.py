@@ -21,6 +21,7 @@ __all__ = [
     "LoadPart",
     "Loaded",
     "Order",
+    "Passed",
     "RankReport",
     "ResetDone",
     "ResetOrder",
@@ -81,9 +82,10 @@ class LoadOrder:
 
 @dataclass(frozen=True, slots=True)
 class CancelOrder:
-    """Shed whatever of the job has not started."""
+    """Shed whatever of the job has not started, the `spared` parts aside: other jobs share those."""
 
     job_id: int
+    spared: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,15 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
+class Passed:
+    """A load goes on from a source that did not serve it: that tier no longer holds its slot."""
+
+    job_id: int
+    part: int
+    tier: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """The worker no longer touches the part's slot."""
 
@@ -162,7 +173,7 @@ class ResetDone:
     reason: str | None
 
 
-WorkerEvent: TypeAlias = Copied | Wrote | Loaded | Ended | Evicted | ResetDone
+WorkerEvent: TypeAlias = Copied | Wrote | Loaded | Passed | Ended | Evicted | ResetDone
 
 
 @dataclass(frozen=True, slots=True)

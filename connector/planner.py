@@ -23,6 +23,7 @@ from kvsluice.connector.orders import (
     LoadOrder,
     LoadPart,
     Order,
+    Passed,
     RankReport,
     ResetDone,
     ResetOrder,
@@ -40,6 +41,10 @@ from kvsluice.tiers.errors import LayoutError
 from kvsluice.tiers.slots import SlotTable
 
 __all__ = ["Planner", "PlannerSettings"]
+
+
+def _is_shared(state: StoreState | LoadState) -> bool:
+    return isinstance(state, StoreState) and bool(state.followers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +234,11 @@ class Planner:
         state = StoreState(job, part, key, block_ids, to_host, admitted, now_s + max_queue_s, self._generation)
         self._storing[key] = state
         if slot is not None:
+            state.tiers = self._with_share(state)
+            if not state.tiers:
+                del self._storing[key]
+                self._settle_store(job, part, None, now_s)
+                return
             self._slots.pin(slot)
             state.slot = slot
             state.block_ids = ()
@@ -249,30 +259,36 @@ class Planner:
 
     def _dispatch_stores(self, now_s: float) -> None:
         waiting = self._stores_waiting
+        # Those whose tiers hold their share stay, in order; they are in nobody's way.
+        staying: list[StoreState] = []
         while waiting:
-            state = waiting[0]
+            state = waiting.popleft()
             if state.expires_s <= now_s:
-                waiting.popleft()
                 self._shed_waiting(state, reasons.POOL_FULL, now_s)
                 continue
-            open_tiers = [at for at in state.tiers if self._tiers[at].slots_in_stores < self._tiers[at].store_share]
-            if not open_tiers and not state.to_host:
-                return
+            if not state.to_host and not any(self._tiers[at].has_store_room for at in state.tiers):
+                staying.append(state)
+                continue
             # Looking for an idle slot only once the bound holds keeps stores from evicting for nothing.
-            if self._slots.num_pinned >= max(1, self._store_slots):
-                return
-            slot = self._slots.acquire()
+            full = self._slots.num_pinned >= max(1, self._store_slots)
+            slot = None if full else self._slots.acquire()
             if slot is None:
-                return
-            waiting.popleft()
-            for at in state.tiers:
-                if at not in open_tiers:
-                    self._tiers[at].withdraw(reasons.SLOT_SHARE)
-                    state.last_reason = reasons.SLOT_SHARE
-            state.tiers = open_tiers
+                waiting.appendleft(state)
+                break
+            state.tiers = self._with_share(state)
             state.slot = slot
             state.ranks_to_copy = self.settings.num_ranks
             self._send_store(state)
+        waiting.extendleft(reversed(staying))
+
+    def _with_share(self, state: StoreState) -> list[int]:
+        """The tiers of `state` that may have one more slot; the store is withdrawn from the others."""
+        having = [at for at in state.tiers if self._tiers[at].has_store_room]
+        for at in state.tiers:
+            if at not in having:
+                self._tiers[at].withdraw(reasons.SLOT_SHARE)
+                state.last_reason = reasons.SLOT_SHARE
+        return having
 
     def _send_store(self, state: StoreState) -> None:
         ranks = self.settings.num_ranks
@@ -371,7 +387,7 @@ class Planner:
                     waiting.popleft()
                     self._miss_waiting(state, reasons.DEADLINE, now_s)
                     continue
-                if account.slots_in_loads + account.slots_in_stores >= account.slot_share:
+                if not account.has_load_room:
                     break
                 slot = self._slots.acquire()
                 if slot is None:
@@ -384,14 +400,16 @@ class Planner:
         ranks = self.settings.num_ranks
         if state.sources:
             first = state.sources[0]
-            self._tiers[first].slots_in_loads += 1
-            state.charged_tier = first
+            state.sources = tuple(at for at in state.sources if at == first or self._has_share(at))
+            for at in state.sources:
+                self._tiers[at].slots_in_loads += 1
+                state.charged[at] = ranks
             state.copy_up = tuple(
                 at
                 for at in self._io
                 if at < first
                 and not self._tiers[at].index.holds(state.key)
-                and self._tiers[at].slots_in_stores < self._tiers[at].store_share
+                and self._tiers[at].has_store_room
                 and self._tiers[at].admit(self.settings.blocks_per_chunk) is None
             )
             for at in state.copy_up:
@@ -404,6 +422,12 @@ class Planner:
                 state.part, state.key, state.block_ids, state.slot, state.sources, state.copy_up, state.skip_blocks
             )
         )
+
+    def _has_share(self, at: int) -> bool:
+        """Whether a load may fall through to the tier; one that hangs would take the slot along."""
+        account = self._tiers[at]
+        account.missed[reasons.SLOT_SHARE] += not account.has_load_room
+        return account.has_load_room
 
     def _miss_waiting(self, state: LoadState, reason: str, now_s: float) -> None:
         if reason == reasons.DEADLINE:
@@ -424,7 +448,8 @@ class Planner:
         job = self._ledger.jobs.get(job_id)
         if job is None:
             return
-        self._shed_where(lambda state: state.job is job, reasons.CANCELLED)
+        # A store that other jobs share goes on for their sake.
+        self._shed_where(lambda state: state.job is job and not _is_shared(state), reasons.CANCELLED)
         for leader in list(self._storing.values()):
             mine = [part for follower, part in leader.followers if follower is job]
             if mine:
@@ -433,7 +458,12 @@ class Planner:
                     self._ledger.decide(job, part, reasons.CANCELLED, self._clock())
         if job_id in self._ledger.jobs:
             self._flush()
-            self._orders.append(CancelOrder(job_id))
+            spared = tuple(state.part for state in self._storing.values() if state.job is job and state.followers)
+            self._orders.append(CancelOrder(job_id, spared))
+
+    def fence(self, block_ids: frozenset[int]) -> None:
+        """What waits for a slot and would touch these blocks once it had one, never will."""
+        self._shed_where(lambda state: not block_ids.isdisjoint(state.block_ids), reasons.FENCED)
 
     def reset(self) -> int:
         """Stop serving everything that is held; see `OffloadConnector.reset`. Returns the reset's id."""
@@ -443,6 +473,8 @@ class Planner:
         # What is under way holds bytes from before the reset: a new store of its key must not share its fate.
         self._storing.clear()
         self._probing.clear()
+        if self._prober is not None:
+            self._prober.forget()
         for at in self._io:
             account = self._tiers[at]
             account.index.clear()
@@ -517,6 +549,8 @@ class Planner:
                 self._on_wrote(event, now_s)
             case Loaded():
                 self._on_loaded(event, now_s)
+            case Passed():
+                self._on_passed(event)
             case Ended():
                 self._on_ended(event)
             case Evicted():
@@ -532,23 +566,35 @@ class Planner:
         if event.reason is not None:
             state.copy_reason = state.last_reason = event.reason
         elif state.to_host and self._host is not None:
-            self._host.wrote(None, self.settings.chunk_bytes, event.copy_s)
-            state.job.moved_bytes += self.settings.chunk_bytes
+            self._host.teach(self.settings.chunk_bytes, event.copy_s)
         if state.ranks_to_copy:
             return
         self._ledger.copied(state.job)
         if state.to_host and self._host is not None:
             self._host.stores_open -= 1
-            if state.copy_reason is not None:
-                self._host.dropped[state.copy_reason] += 1
-            elif state.generation != self._generation:
-                state.last_reason = reasons.RESET
-            elif self._slots.keep(state.slot, state.key):
-                state.held = True
-            else:
-                state.last_reason = reasons.POOL_FULL
-                self._host.dropped[reasons.POOL_FULL] += 1
+            self._keep_in_host(state, self._host)
         self._maybe_decide(state, now_s)
+
+    def _keep_in_host(self, state: StoreState, host: TierAccount) -> None:
+        reason = state.copy_reason
+        if reason is None and state.generation != self._generation:
+            reason = reasons.RESET
+        if reason is None and state.key in self._slots:
+            # A load brought it up meanwhile.
+            state.held = True
+            host.chunks_already_held += self.settings.num_ranks
+            return
+        if reason is None and not self._slots.keep(state.slot, state.key):
+            reason = reasons.POOL_FULL
+        if reason is not None:
+            state.last_reason = reason
+            host.wrote(reason, 0, 0.0)
+            return
+        state.held = True
+        num_bytes = self.settings.num_ranks * self.settings.chunk_bytes
+        state.job.moved_bytes += num_bytes
+        host.chunks_stored += self.settings.num_ranks
+        host.bytes_stored += num_bytes
 
     def _on_wrote(self, event: Wrote, now_s: float) -> None:
         state = self._ledger.parts[event.job_id, event.part]
@@ -592,6 +638,7 @@ class Planner:
             self._tiers[at].index.remove(state.key, now_s)
         if event.reason is None:
             job.moved_bytes += event.num_bytes
+            state.served.add(event.tier)
             served = self._tiers[event.tier] if event.tier >= 0 else self._host
             if served is not None:
                 served.chunks_loaded += 1
@@ -602,10 +649,14 @@ class Planner:
         if state.ranks_to_load:
             return
         state.decided = True
+        if state.reason is None:
+            # Nobody reads any more; what a late reader still has, it keeps until it has ended.
+            self._uncharge(state)
         if state.generation != self._generation:
             state.reason = reasons.RESET
         if state.reason is None:
-            if event.tier >= 0 and self._tiers[event.tier].serving:
+            # Where ranks were served by different tiers, none of these is known to hold every part.
+            if len(state.served) == 1 and event.tier >= 0 and self._tiers[event.tier].serving:
                 self._tiers[event.tier].index.add(state.key)
             if self._host is not None and state.sources:
                 self._slots.keep(state.slot, state.key)
@@ -613,14 +664,28 @@ class Planner:
             self._unused[state.reason] += 1
         self._ledger.decide(job, state.part, state.reason, now_s)
 
+    def _on_passed(self, event: Passed) -> None:
+        state = self._ledger.parts[event.job_id, event.part]
+        assert isinstance(state, LoadState)
+        if event.tier in state.charged:
+            state.charged[event.tier] -= 1
+            if state.charged[event.tier] == 0:
+                del state.charged[event.tier]
+                self._tiers[event.tier].slots_in_loads -= 1
+
+    def _uncharge(self, state: LoadState) -> None:
+        for at in state.charged:
+            self._tiers[at].slots_in_loads -= 1
+        state.charged.clear()
+
     def _on_ended(self, event: Ended) -> None:
         state = self._ledger.parts[event.job_id, event.part]
         state.ranks_to_end -= 1
         if state.ranks_to_end:
             return
         del self._ledger.parts[event.job_id, event.part]
-        if isinstance(state, LoadState) and state.charged_tier >= 0:
-            self._tiers[state.charged_tier].slots_in_loads -= 1
+        if isinstance(state, LoadState):
+            self._uncharge(state)
         self._slots.unpin(state.slot)
 
     def _on_reset_done(self, event: ResetDone) -> None:
@@ -710,7 +775,7 @@ class Planner:
                 raise AssertionError(f"tier {account.plan.name}: {account.stores_open} stores open, not {expected}")
             if account is not self._host:
                 writing = sum(at in state.ranks_to_write for state in live)
-                reading = sum(isinstance(state, LoadState) and state.charged_tier == at for state in live)
+                reading = sum(isinstance(state, LoadState) and at in state.charged for state in live)
                 if (account.slots_in_stores, account.slots_in_loads) != (writing, reading):
                     raise AssertionError(
                         f"tier {account.plan.name}: share {account.slots_in_stores}+{account.slots_in_loads}, "

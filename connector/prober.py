@@ -26,6 +26,7 @@ _log = logging.getLogger(__name__)
 class Answer:
     """`keys[:held]` are held and `keys[held]`, if there is one, is not; `error` says that nobody knows."""
 
+    round: int
     tier: int
     keys: tuple[bytes, ...]
     held: int
@@ -47,7 +48,8 @@ class Prober:
         self._num_ranks = num_ranks
         self._max_waiting = max_waiting
         self._answers: deque[Answer] = deque()
-        self._questions: dict[int, queue.SimpleQueue[tuple[bytes, ...] | None]] = {}
+        self._questions: dict[int, queue.SimpleQueue[tuple[int, tuple[bytes, ...]] | None]] = {}
+        self._round = 0
         self._waiting: dict[int, int] = {}
         self._answered: dict[int, int] = {}
         self._threads: list[threading.Thread] = []
@@ -67,15 +69,19 @@ class Prober:
         if self._waiting[tier] - self._answered[tier] >= self._max_waiting:
             return False
         self._waiting[tier] += 1
-        self._questions[tier].put(keys)
+        self._questions[tier].put((self._round, keys))
         return True
+
+    def forget(self) -> None:
+        """Whatever was asked before, its answer is not wanted any more."""
+        self._round += 1
 
     def answers(self) -> list[Answer]:
         """What has arrived since the last call."""
         arrived = []
         while self._answers:
             arrived.append(self._answers.popleft())
-        return arrived
+        return [answer for answer in arrived if answer.round == self._round]
 
     def close(self, timeout_s: float, clock: Callable[[], float]) -> list[str]:
         """End the threads; the names of those that hang past `timeout_s`."""
@@ -88,7 +94,8 @@ class Prober:
 
     def _serve(self, at: int, tier: Tier) -> None:
         questions = self._questions[at]
-        while (keys := questions.get()) is not None:
+        while (question := questions.get()) is not None:
+            asked, keys = question
             error = None
             held = 0
             try:
@@ -99,7 +106,7 @@ class Prober:
                 _log.exception("tier %s: lookup failed unexpectedly", tier.name)
                 error = repr(failure)
             self._answered[at] += 1
-            self._answers.append(Answer(at, keys, held, error))
+            self._answers.append(Answer(asked, at, keys, held, error))
 
     def _held_by_all_ranks(self, tier: Tier, keys: Sequence[bytes]) -> int:
         held = len(keys)

@@ -19,7 +19,7 @@ import torch
 from kvsluice.connector.copier import Claim, Copier
 from kvsluice.connector.device import Event
 from kvsluice.connector.io_queue import IoQueue
-from kvsluice.connector.orders import Copied, Ended, Loaded, LoadPart, StorePart, WorkerEvent, Wrote
+from kvsluice.connector.orders import Copied, Ended, Loaded, LoadPart, Passed, StorePart, WorkerEvent, Wrote
 from kvsluice.connector.region import PinnedRegion
 from kvsluice.kernels import CopyPlan
 from kvsluice.tiers import reasons
@@ -302,6 +302,7 @@ class LoadTransfer(_Transfer):
 
     def _miss(self, tier: int, reason: str) -> None:
         self._misses.append((tier, reason))
+        self.shared.events.append(Passed(self.job_id, self.part, tier))
         del self._sources[0]
         if self._sources and not self.decided:
             self._ask_next()

@@ -37,6 +37,9 @@ __all__ = ["RankWorker", "WorkerTier"]
 
 _log = logging.getLogger(__name__)
 
+_JOIN_S = 0.25
+"""What `close` may take past its time for all tiers' threads together; a healthy one ends within a millisecond."""
+
 MAX_EVENTS_PER_REPORT = 512
 """Keeps the scheduler's work per report, a few microseconds an event, below 2 ms."""
 
@@ -87,6 +90,8 @@ class RankWorker:
         self._device = device_for(layout.device, clock) if device is None else device
         self._region = region
         self._tiers = {tier.position: tier for tier in tiers}
+        # Before any thread starts: a layout that cannot be copied leaves none behind.
+        plan = CopyPlan(layout.paged, blocks_per_chunk)
         copier = Copier(self._device, clock=clock)
         self._queues: Mapping[int, IoQueue] = {
             tier.position: IoQueue(
@@ -95,7 +100,7 @@ class RankWorker:
             for tier in tiers
         }
         self._shared = Shared(
-            plan=CopyPlan(layout.paged, blocks_per_chunk),
+            plan=plan,
             fmt=fmt,
             region=region,
             copier=copier,
@@ -116,7 +121,7 @@ class RankWorker:
         for order in orders:
             match order:
                 case CancelOrder():
-                    self._cancel(order.job_id)
+                    self._cancel(order)
                 case ResetOrder():
                     self._reset(order.reset_id)
                 case StoreOrder():
@@ -188,11 +193,22 @@ class RankWorker:
             return list(self._closed)
         end_s = self._clock() + timeout_s
         left = self._copier.close(end_s)
-        for at, queue in self._queues.items():
-            left += queue.close(end_s)
+        while any(queue.waiting for queue in self._queues.values()) and self._clock() < end_s:
+            time.sleep(0.002)
+        for transfers in self._by_job.values():
+            for transfer in transfers.values():
+                transfer.revoke(reasons.CLOSED)
+        self._copier.shed()
+        for queue in self._queues.values():
+            queue.stop()
             queue.shed_stores(reasons.CLOSED)
             queue.shed_loads(reasons.CLOSED)
-            if not left:
+        # A thread that waits for work ends at once, yet not in no time: only those that hang are to be named.
+        joined_s = max(end_s, self._clock() + _JOIN_S)
+        for at, queue in self._queues.items():
+            hung = queue.join(joined_s)
+            left += hung
+            if not hung:
                 self._tiers[at].tier.close()
         self._closed = tuple(left)
         if left:
@@ -218,9 +234,10 @@ class RankWorker:
                 if not transfers:
                     del self._by_job[event.job_id]
 
-    def _cancel(self, job_id: int) -> None:
-        for transfer in self._by_job.get(job_id, {}).values():
-            transfer.revoke(reasons.CANCELLED)
+    def _cancel(self, order: CancelOrder) -> None:
+        for part, transfer in self._by_job.get(order.job_id, {}).items():
+            if part not in order.spared:
+                transfer.revoke(reasons.CANCELLED)
 
     def _reset(self, reset_id: int) -> None:
         # The order matters: from here on nothing older starts, then what waits goes, then the tiers are
@@ -239,6 +256,9 @@ class RankWorker:
             except TierError as error:
                 _log.warning("a reset could not empty tier %s: %s", self._tiers[at].tier.name, error)
                 reason = error.reason
+            except Exception:  # noqa: BLE001 - a stranger's tier: its failure is reported, not passed on
+                _log.exception("a reset could not empty tier %s", self._tiers[at].tier.name)
+                reason = reasons.INTERNAL
             self._shared.events.append(ResetDone(reset_id, at, reason))
 
         return clear

@@ -127,6 +127,7 @@ class Engine:
         max_running: requests computed at once; the others wait.
         lookup_patience_s: how long a request waits for a pending lookup before it takes what is known.
         load_deadline_s: how long a load may take before its missing part counts as a miss.
+        on_loaded: called with the blocks of each load that has ended, before they are used.
         clock: monotonic seconds.
     """
 
@@ -140,6 +141,7 @@ class Engine:
         max_running: int = 4,
         lookup_patience_s: float = 2.0,
         load_deadline_s: float = 20.0,
+        on_loaded: Callable[[Sequence[int]], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         first = next(iter(caches.values()))
@@ -149,7 +151,7 @@ class Engine:
         self.tokens_per_chunk = blocks_per_chunk * self.tokens_per_block
         self.preemptions = 0
         self._model, self._caches, self._connector = model, caches, connector
-        self._max_running = max_running
+        self._max_running, self._on_loaded = max_running, on_loaded
         self._lookup_patience_s, self._load_deadline_s, self._clock = lookup_patience_s, load_deadline_s, clock
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []
@@ -238,6 +240,8 @@ class Engine:
         if request.load_job != result.job_id:
             return  # preempted meanwhile
         done = set(result.done_keys)
+        if self._on_loaded:
+            self._on_loaded(request.blocks)
         chunks = 0
         while chunks < request.wanted and request.keys[chunks] in done:
             chunks += 1

@@ -16,11 +16,11 @@ from kvsluice.tiers.directio import DirectMode, ImageIO
 from kvsluice.tiers.errors import ChunkDamagedError, ChunkMissingError, ClosedError, ConfigError, TierUnavailableError
 from kvsluice.tiers.fs_quota import DiskQuota
 from kvsluice.tiers.fs_tree import (
-    DIRECTORY_MODE,
     allocated_bytes,
     create_private_file,
     fan_out,
     make_private_directory,
+    make_root,
     temp_name,
     walk_namespace,
 )
@@ -104,7 +104,7 @@ class FileSystemTier(Tier):
     def _make_root(root_dir: str | os.PathLike[str]) -> str:
         root = Path(root_dir).absolute()
         try:
-            root.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+            make_root(root)
         except (FileExistsError, NotADirectoryError) as error:
             raise ConfigError(f"root_dir {str(root)!r} is not a directory, or lies below a file") from error
         except OSError as error:
@@ -199,7 +199,7 @@ class FileSystemTier(Tier):
             except FileNotFoundError:
                 # Somebody removed the folder, or the whole tree, under the running tier.
                 self._fan_outs.discard(folder)
-        Path(self._namespace_dir).parent.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+        make_root(Path(self._namespace_dir).parent)
         make_private_directory(self._namespace_dir)
         make_private_directory(directory)
         self._fan_outs.add(folder)

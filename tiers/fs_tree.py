@@ -27,6 +27,7 @@ __all__ = [
     "create_private_file",
     "fan_out",
     "make_private_directory",
+    "make_root",
     "owner_is_dead",
     "subdirectories",
     "temp_name",
@@ -51,6 +52,27 @@ def fan_out(key: bytes) -> str:
 def allocated_bytes(status: os.stat_result) -> int:
     """What a file takes from the disk; `st_blocks` counts 512-byte units on every Linux file system."""
     return status.st_blocks * 512
+
+
+def make_root(path: Path) -> None:
+    """Make the root, of mode 0700 whatever the umask; one that is there, or a symlink to one, stays as it is.
+
+    Raises:
+        FileExistsError: it is a file.
+        NotADirectoryError: it lies below a file.
+        OSError: it could not be made.
+    """
+    if path.is_dir():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=DIRECTORY_MODE)
+    except FileExistsError:
+        # Another process may have been faster.
+        if not path.is_dir():
+            raise
+    else:
+        path.chmod(DIRECTORY_MODE)
 
 
 def make_private_directory(path: str) -> None:

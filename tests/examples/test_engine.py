@@ -218,9 +218,7 @@ def test_a_lookup_that_stays_pending_is_given_up_and_what_is_held_is_used(model:
     times = iter(range(1_000_000))
     caches = new_kv_caches(TINY, 64, BLOCK)
     slow = FakeConnector(caches, fake.chunks, always_pending=True)
-    engine = Engine(
-        model, caches, blocks_per_chunk=BLOCKS_PER_CHUNK, connector=slow, clock=lambda: float(next(times))
-    )
+    engine = Engine(model, caches, blocks_per_chunk=BLOCKS_PER_CHUNK, connector=slow, clock=lambda: float(next(times)))
     warm = serve(engine, prompt)
     assert warm.hit_tokens == 40
     assert warm.tokens == cold.tokens

@@ -1,4 +1,4 @@
-"""Servers that the object tier's tests talk to: moto's S3, and one whose answers are scripted."""
+"""Stand-ins for what tiers talk to: moto's S3, a server with scripted answers, the direct-I/O flag."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from itertools import count
 import boto3.session
 import pytest
 from moto.server import ThreadedMotoServer
+
+from kvsluice.tiers import directio
 
 _bucket_numbers = count()
 _session = boto3.session.Session()
@@ -174,3 +176,11 @@ def scripted() -> Iterator[ScriptedServer]:
 def answer() -> type[Answer]:
     """The class of scripted answers, as test modules cannot import from here."""
     return Answer
+
+
+@pytest.fixture
+def flags(monkeypatch):
+    """Takes the place of the direct-I/O flag, which not every file system has; says what each file has."""
+    on: dict[int, bool] = {}
+    monkeypatch.setattr(directio, "set_direct", on.__setitem__)
+    return on
