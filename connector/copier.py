@@ -118,7 +118,7 @@ class Copier:
         Raises:
             TimeoutError: the device was not done within `timeout_s`.
         """
-        touching = [(at, task) for at, task in list(self._live.items()) if not block_ids.isdisjoint(task.block_ids)]
+        touching = [(at, task) for at, task in self._live.copy().items() if not block_ids.isdisjoint(task.block_ids)]
         end_s = self._clock() + timeout_s
         with self._progress:
             for at, task in touching:

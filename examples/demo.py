@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -46,7 +46,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         "--break",
         dest="broken",
         choices=("fs", "obj"),
-        help="damage one chunk of that tier first, to see the demo fail",
+        help="damage a chunk of that tier first, to see the demo fail",
     )
     return parser.parse_args(argv)
 
@@ -112,13 +112,21 @@ def run_stages(
             break_file(work_dir / folder)
         elif broken == source == "obj":
             break_object(store, bucket, prefix)
-        task = progress.add_task(title, total=steps, note="starting")
         spec = Spec(size_name, source, str(work_dir / folder), bucket, endpoint_url, prefix)
+        advance = _row(progress, title, steps)
         with EngineProcess(spec, environment, work_dir / f"{source}.log") as process:
-            results[source] = process.run(
-                STAGE_TIMEOUT_S, lambda note, done, task=task: progress.update(task, note=note, advance=done)
-            )
+            results[source] = process.run(STAGE_TIMEOUT_S, advance)
     return results
+
+
+def _row(progress: Progress, title: str, steps: int) -> Callable[[str, int], None]:
+    """A line of the progress display; what is returned sets its note and moves it on."""
+    task = progress.add_task(title, total=steps, note="starting")
+
+    def advance(note: str, done: int) -> None:
+        progress.update(task, note=note, advance=done)
+
+    return advance
 
 
 def find_troubles(size: Size, results: Mapping[str, StageResult]) -> list[str]:
@@ -141,7 +149,7 @@ def find_troubles(size: Size, results: Mapping[str, StageResult]) -> list[str]:
             troubles.append(
                 f"a hit is missing: {loaded} of {wanted} chunks came from the {name} tier ({reasons or 'none missed'})"
             )
-        if served["control"][0].tokens == served["cold"][0].tokens:
+        if results[name].served["control"][0].tokens == served["cold"][0].tokens:
             troubles.append("the comparison proves nothing: one zeroed KV block left the tokens as they were")
     return troubles
 

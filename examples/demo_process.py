@@ -16,6 +16,7 @@ from types import TracebackType
 
 from demo_engine import Spec
 from pydantic import BaseModel, TypeAdapter
+from typing_extensions import Self
 
 __all__ = ["EngineProcess", "Served", "StageError", "StageResult", "TierReport"]
 
@@ -78,7 +79,7 @@ class EngineProcess:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def __enter__(self) -> EngineProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

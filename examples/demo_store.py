@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from types_boto3_s3.client import S3Client
+    from mypy_boto3_s3.client import S3Client
 
 __all__ = ["break_file", "break_object", "local_store", "open_bucket"]
 

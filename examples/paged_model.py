@@ -108,12 +108,12 @@ class PagedModel:
 
         x = self._embed[torch.tensor(tokens, device=self.device)]
         for number, layer in enumerate(self._layers):
-            q, k, v = (_rms_norm(x) @ layer.qkv).split([q_width, kv_width, kv_width], dim=-1)
-            q = _rotate(q.unflatten(-1, (config.heads, config.head_dim)), cos, sin)
-            k = _rotate(k.unflatten(-1, (config.kv_heads, config.head_dim)), cos, sin)
+            q, k, v = torch.split(_rms_norm(x) @ layer.qkv, [q_width, kv_width, kv_width], dim=-1)
+            q = _rotate(q.view(-1, config.heads, config.head_dim), cos, sin)
+            k = _rotate(k.view(-1, config.kv_heads, config.head_dim), cos, sin)
             cache = caches[layer_name(number)]
             cache[pages, 0, offsets] = k
-            cache[pages, 1, offsets] = v.unflatten(-1, (config.kv_heads, config.head_dim))
+            cache[pages, 1, offsets] = v.view(-1, config.kv_heads, config.head_dim)
             # Everything that attention sees comes back out of the pages, this piece's own tokens included:
             # a block that a load got wrong can't hide behind values that were computed a moment ago.
             keys, values = cache[table].unbind(1)

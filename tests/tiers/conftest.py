@@ -6,17 +6,23 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 
-import boto3.session
 import pytest
-from moto.server import ThreadedMotoServer
 
 from kvsluice.tiers import directio
 
 _bucket_numbers = count()
-_session = boto3.session.Session()
+
+
+@lru_cache(maxsize=1)
+def _session():
+    # Here and below, so that the other tiers' tests run without the obj extra.
+    import boto3.session
+
+    return boto3.session.Session()
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ class Bucket:
         return {"endpoint_url": self.endpoint_url, "access_key": self.access_key, "secret_key": self.secret_key}
 
     def client(self):
-        return _session.client(
+        return _session().client(
             "s3",
             endpoint_url=self.endpoint_url,
             aws_access_key_id=self.access_key,
@@ -64,6 +70,8 @@ class Bucket:
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
     """moto's S3 on a free loopback port."""
+    from moto.server import ThreadedMotoServer
+
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()

@@ -1,0 +1,53 @@
+# Every command sets up what it needs on its first run (scripts/setup.sh) and is instant to start after that.
+# ARGS is passed on, as in:  make demo ARGS="--endpoint-url https://s3.example --bucket kv"
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+ROOT := $(CURDIR)
+BIN := $(ROOT)/.venv/bin
+VLLM_BIN := $(ROOT)/.venv-vllm/bin
+ARGS ?=
+# vLLM never runs from the repository's root: the folder kernels/ there would be found before Hugging Face's package.
+ELSEWHERE := $(ROOT)/build/run
+EXAMPLES := $(wildcard examples/*.py)
+
+.PHONY: help demo demo-vllm test test-vllm lint types format bench-scheduling clean setup-core setup-vllm
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "make %-18s %s\n", $$1, $$2}'
+
+demo: setup-core ## an engine's KV cache outlives the engine: hits from host, fs and obj, identical tokens
+	@$(BIN)/python $(ROOT)/examples/demo.py $(ARGS)
+
+demo-vllm: setup-vllm ## the same with a real vLLM on the CPU
+	@mkdir -p $(ELSEWHERE) && cd $(ELSEWHERE) && $(VLLM_BIN)/python $(ROOT)/examples/demo_vllm.py $(ARGS)
+
+test: setup-core ## all tests that need no vLLM
+	@$(BIN)/python -m pytest -m "not vllm" $(ARGS)
+
+test-vllm: setup-vllm ## the tests that drive a real vLLM engine
+	@mkdir -p $(ELSEWHERE) && cd $(ELSEWHERE) && $(VLLM_BIN)/pytest -c $(ROOT)/pyproject.toml --rootdir $(ROOT) -m vllm $(ROOT)/tests/vllm $(ARGS)
+
+lint: setup-core ## ruff: rules and format
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types: setup-core ## mypy, strict: the packages and the examples
+	@$(BIN)/mypy
+	@MYPYPATH=$(ROOT):$(ROOT)/examples $(BIN)/mypy $(EXAMPLES)
+
+format: setup-core ## ruff: apply the format and the fixes that are safe
+	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+bench-scheduling: setup-core ## what the connector costs on an engine's scheduling path
+	@$(BIN)/python $(ROOT)/benchmarks/scheduling_path.py $(ARGS)
+
+setup-core:
+	@scripts/setup.sh core
+
+setup-vllm:
+	@scripts/setup.sh vllm
+
+clean: ## remove the virtual environments, caches and build results
+	rm -rf .venv .venv-vllm build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,321 @@
+"""Stand-ins that do what a test tells them: a tier, a device, a clock; and the pickled connector."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import ClassVar
+
+import pytest
+
+from kvsluice.connector import OffloadConnector
+from kvsluice.connector.device import Event
+from kvsluice.connector.orders import Order, RankReport
+from kvsluice.kernels import CopyPlan
+from kvsluice.tiers import ChunkDamagedError, ChunkMissingError, Tier, reasons
+
+PATIENCE_S = 20.0
+"""How long a test waits for another thread before it fails; a passing test never does."""
+
+
+class PickledConnector(OffloadConnector):
+    """The two halves with a pickle between them, as between two processes."""
+
+    def _carry_orders(self, orders: tuple[Order, ...]) -> tuple[Order, ...]:
+        return pickle.loads(pickle.dumps(orders))
+
+    def _carry_report(self, report: RankReport) -> RankReport:
+        return pickle.loads(pickle.dumps(report))
+
+
+class Clock:
+    """Time that passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class Hold:
+    """Keeps every caller until it is opened; says how many have come."""
+
+    def __init__(self) -> None:
+        self._arrived = threading.Semaphore(0)
+        self._open = threading.Event()
+
+    def __call__(self) -> None:
+        self._arrived.release()
+        assert self._open.wait(PATIENCE_S), "nobody opened the hold"
+
+    def wait_for(self, callers: int = 1) -> None:
+        for _ in range(callers):
+            assert self._arrived.acquire(timeout=PATIENCE_S), "nobody came to the hold"
+
+    def open(self) -> None:
+        self._open.set()
+
+
+class MemoryTier(Tier):
+    """Images in a dict; each operation can be held, failed, or have its bytes spoiled."""
+
+    tier_type: ClassVar[str] = "memory"
+
+    def __init__(self, name: str = "obj", images: dict[bytes, bytes] | None = None) -> None:
+        super().__init__(name)
+        self.images = {} if images is None else images
+        self.calls: list[str] = []
+        self.names: list[bytes] = []
+        self.evicted: list[bytes] = []
+        self.closed = 0
+        self._errors: defaultdict[str, deque[Exception]] = defaultdict(deque)
+        self._always: dict[str, Exception] = {}
+        self._holds: dict[str, Hold] = {}
+        self._all_holds: list[Hold] = []
+        self._lock = threading.Lock()
+
+    def hold(self, operation: str) -> Hold:
+        """Keep the calls of `operation` from now on, until the hold is opened."""
+        self._holds[operation] = hold = Hold()
+        self._all_holds.append(hold)
+        return hold
+
+    def unhold(self, operation: str) -> None:
+        """Later calls pass; those that are held stay so."""
+        self._holds.pop(operation, None)
+
+    def open_all(self) -> None:
+        self._holds.clear()
+        for hold in self._all_holds:
+            hold.open()
+
+    def fail(self, operation: str, *errors: Exception) -> None:
+        """Have the next calls of `operation` raise these."""
+        self._errors[operation].extend(errors)
+
+    def fail_always(self, operation: str, error: Exception) -> None:
+        self._always[operation] = error
+
+    def recover(self, operation: str) -> None:
+        self._always.pop(operation, None)
+
+    def spoil(self, change: Callable[[bytes], bytes]) -> None:
+        """Change every image that is held."""
+        with self._lock:
+            for key, image in self.images.items():
+                self.images[key] = change(image)
+
+    def count(self, operation: str) -> int:
+        return self.calls.count(operation)
+
+    def _enter(self, operation: str, key: bytes = b"") -> None:
+        with self._lock:
+            self.calls.append(operation)
+            self.names.append(key)
+            error = self._errors[operation].popleft() if self._errors[operation] else self._always.get(operation)
+            hold = self._holds.get(operation)
+        if hold is not None:
+            hold()
+        if error is not None:
+            raise error
+
+    def store(self, key: bytes, buffer: memoryview, num_bytes: int) -> int:
+        self._enter("store", key)
+        with self._lock:
+            if key in self.images:
+                return 0
+            self.images[key] = bytes(buffer[:num_bytes])
+        return num_bytes
+
+    def load(self, key: bytes, buffer: memoryview, num_bytes: int) -> int:
+        self._enter("load", key)
+        with self._lock:
+            image = self.images.get(key)
+        if image is None:
+            raise ChunkMissingError(f"tier {self.name}: no chunk {key.hex()}", reason=reasons.MISSING)
+        if len(image) != num_bytes:
+            reason = reasons.SHORT if len(image) < num_bytes else reasons.OVERSIZE
+            raise ChunkDamagedError(f"tier {self.name}: {len(image)} bytes, not {num_bytes}", reason=reason)
+        buffer[:num_bytes] = image
+        return num_bytes
+
+    def held_prefix(self, keys: Sequence[bytes]) -> int:
+        self._enter("held_prefix")
+        with self._lock:
+            return next((at for at, key in enumerate(keys) if key not in self.images), len(keys))
+
+    def delete(self, key: bytes) -> bool:
+        self._enter("delete", key)
+        with self._lock:
+            return self.images.pop(key, None) is not None
+
+    def scan(self) -> Iterator[bytes]:
+        self._enter("scan")
+        with self._lock:
+            return iter(list(self.images))
+
+    def clear(self) -> int:
+        self._enter("clear")
+        with self._lock:
+            count = len(self.images)
+            self.images.clear()
+        return count
+
+    def evict(self, key: bytes) -> None:
+        """Drop a chunk as a full tier does."""
+        with self._lock:
+            del self.images[key]
+            self.evicted.append(key)
+
+    def take_evicted(self) -> list[bytes]:
+        with self._lock:
+            taken, self.evicted = self.evicted, []
+        return taken
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class FakeEvent:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.passed = False
+        self.queries = 0
+        self.error: Exception | None = None
+
+    def query(self) -> bool:
+        self.queries += 1
+        if self.error is not None:
+            raise self.error
+        return self.passed
+
+    def seconds_since(self, start: Event) -> float:
+        assert isinstance(start, FakeEvent)
+        assert start.passed, "a time was read before the start event had passed"
+        assert self.passed, "a time was read before the end event had passed"
+        return 0.25
+
+
+class FakeStream:
+    """Ordered work that runs when the device is told to go on."""
+
+    def __init__(self, device: FakeDevice, name: str) -> None:
+        self.name = name
+        self._device = device
+        self.queued: deque[tuple[str, FakeEvent | None, Callable[[], None]]] = deque()
+        self._recorded = 0
+
+    def push(self, what: str, work: Callable[[], None]) -> None:
+        self._device.log.append((what, self.name))
+        self.queued.append((what, None, work))
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, FakeEvent)
+        self._device.log.append(("wait", self.name, event.name))
+        self.queued.append(("wait", event, lambda: None))
+
+    def record(self) -> FakeEvent:
+        self._recorded += 1
+        event = FakeEvent(f"{self.name}-{self._recorded}")
+        self._device.log.append(("record", self.name, event.name))
+        self._device.events.append(event)
+        self.queued.append(("record", event, lambda: None))
+        return event
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        self._device.current.stream = self
+        try:
+            yield
+        finally:
+            self._device.current.stream = None
+
+    def run(self) -> bool:
+        """Do what can be done; whether that was anything."""
+        moved = False
+        while self.queued:
+            what, event, work = self.queued[0]
+            if what == "wait" and event is not None and not event.passed:
+                return moved
+            work()
+            if what == "record" and event is not None:
+                event.passed = True
+            self.queued.popleft()
+            moved = True
+        return moved
+
+
+class FakeDevice:
+    """A device whose work happens in `run`: the engine's stream `compute`, ours `out` and `in`.
+
+    `take_over` makes the copy kernels queue their copies on the current stream instead of making them.
+    """
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, ...]] = []
+        self.events: list[FakeEvent] = []
+        self.current = threading.local()
+        self.compute = FakeStream(self, "compute")
+        self.streams: list[FakeStream] = []
+        self.lost = False
+
+    def take_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("gather", "scatter"):
+            monkeypatch.setattr(CopyPlan, name, self._deferred(name, getattr(CopyPlan, name)))
+
+    def _deferred(self, name: str, real: Callable[..., None]) -> Callable[..., None]:
+        def queue(plan: CopyPlan, block_ids: Sequence[int], flat: object) -> None:
+            stream = getattr(self.current, "stream", None)
+            assert stream is not None, f"{name} was called outside of a stream"
+            stream.push(name, lambda: real(plan, block_ids, flat))
+
+        return queue
+
+    def compute_event(self) -> FakeEvent:
+        return self.compute.record()
+
+    def new_stream(self) -> FakeStream:
+        stream = FakeStream(self, ("out", "in")[len(self.streams)])
+        self.streams.append(stream)
+        return stream
+
+    def run(self) -> None:
+        """Let every stream go on as far as it can."""
+        while any([stream.run() for stream in (self.compute, *self.streams)]):
+            pass
+
+    def queued_copies(self) -> int:
+        return sum(what in ("gather", "scatter") for stream in self.streams for what, _, _ in list(stream.queued))
+
+
+def check_order(log: Iterable[tuple[str, ...]]) -> int:
+    """Raise `AssertionError` unless every copy stands on its stream as wait, record, copy, record; how many there were."""
+    per_stream: defaultdict[str, list[tuple[str, ...]]] = defaultdict(list)
+    for entry in log:
+        per_stream[entry[1]].append(entry)
+    copies = 0
+    for name, kind in (("out", "gather"), ("in", "scatter")):
+        steps = per_stream[name]
+        for at in range(0, len(steps), 4):
+            four = [step[0] for step in steps[at : at + 4]]
+            assert four == ["wait", "record", kind, "record"], f"stream {name}: {four}"
+            assert steps[at][2].startswith("compute-"), f"stream {name} waits for {steps[at][2]}"
+            copies += 1
+    return copies
+
+
+def until(step: Callable[[], object], done: Callable[[], bool]) -> None:
+    """Repeat `step` until `done`; other threads are at work meanwhile."""
+    end_s = time.monotonic() + PATIENCE_S
+    while not done():
+        assert time.monotonic() < end_s, "nothing came of it"
+        step()
+        time.sleep(0.0005)
