@@ -21,9 +21,13 @@ from typing import Protocol
 
 from kvsluice.connector.device import Device, Event, Stream
 
-__all__ = ["Claim", "Copier", "CopyTask"]
+__all__ = ["JOIN_S", "Claim", "Copier", "CopyTask"]
 
 _log = logging.getLogger(__name__)
+
+JOIN_S = 0.25
+"""What closing may take past its time: a thread that waits for work ends within a millisecond of being told,
+yet not in no time, and only one that hangs is to be named."""
 
 _POLL_S = 0.0002
 """How often unpassed end events are looked at: a tenth of what a 50 GB/s link needs for 100 MB."""
@@ -109,8 +113,9 @@ class Copier:
             self._wake.put(True)
 
     @property
-    def waiting(self) -> int:
-        return len(self._loads) + len(self._stores)
+    def busy(self) -> bool:
+        """Whether any copy that was put is neither over nor revoked."""
+        return bool(self._live)
 
     def fence(self, block_ids: frozenset[int], timeout_s: float) -> None:
         """Return once no copy that was put before touches any of `block_ids`.
@@ -134,7 +139,7 @@ class Copier:
             time.sleep(0.001)
         self._closing = True
         self._wake.put(False)
-        self._thread.join(max(0.0, end_s - self._clock()))
+        self._thread.join(max(JOIN_S, end_s - self._clock()))
         # What flies past the end is still in the device's hands, whether or not the thread has gone.
         return [self._thread.name] if self._thread.is_alive() or self._flying else []
 

@@ -116,9 +116,9 @@ class IoQueue:
         return self._clock() - min(started) if started else 0.0
 
     @property
-    def waiting(self) -> bool:
-        """Whether anything waits for a thread."""
-        return bool(self._loads or self._stores or self._exclusive)
+    def busy(self) -> bool:
+        """Whether anything waits for a thread or is on one."""
+        return bool(self._loads or self._stores or self._exclusive or self.running)
 
     def stop(self) -> None:
         """Have each thread end after what it is at. Never blocks."""

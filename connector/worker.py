@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvsluice.connector.copier import Copier
+from kvsluice.connector.copier import JOIN_S, Copier
 from kvsluice.connector.device import Device, device_for
 from kvsluice.connector.io_queue import IoQueue
 from kvsluice.connector.layout import KVLayout
@@ -36,9 +36,6 @@ from kvsluice.tiers.errors import TierError
 __all__ = ["RankWorker", "WorkerTier"]
 
 _log = logging.getLogger(__name__)
-
-_JOIN_S = 0.25
-"""What `close` may take past its time for all tiers' threads together; a healthy one ends within a millisecond."""
 
 MAX_EVENTS_PER_REPORT = 512
 """Keeps the scheduler's work per report, a few microseconds an event, below 2 ms."""
@@ -192,24 +189,26 @@ class RankWorker:
         if self._closed is not None:
             return list(self._closed)
         end_s = self._clock() + timeout_s
-        left = self._copier.close(end_s)
-        while any(queue.waiting for queue in self._queues.values()) and self._clock() < end_s:
+        # Loads come from the queues to the copier and stores go the other way, so both are waited for together.
+        while (self._copier.busy or any(queue.busy for queue in self._queues.values())) and self._clock() < end_s:
             time.sleep(0.002)
         for transfers in self._by_job.values():
             for transfer in transfers.values():
                 transfer.revoke(reasons.CLOSED)
-        self._copier.shed()
         for queue in self._queues.values():
             queue.stop()
-            queue.shed_stores(reasons.CLOSED)
-            queue.shed_loads(reasons.CLOSED)
-        # A thread that waits for work ends at once, yet not in no time: only those that hang are to be named.
-        joined_s = max(end_s, self._clock() + _JOIN_S)
+        left = []
+        joined_s = max(end_s, self._clock() + JOIN_S)
         for at, queue in self._queues.items():
             hung = queue.join(joined_s)
             left += hung
             if not hung:
                 self._tiers[at].tier.close()
+        left += self._copier.close(joined_s)
+        self._copier.shed()
+        for queue in self._queues.values():
+            queue.shed_stores(reasons.CLOSED)
+            queue.shed_loads(reasons.CLOSED)
         self._closed = tuple(left)
         if left:
             _log.warning("closed with %d threads still in a tier's or the device's hands: %s", len(left), left)

@@ -289,15 +289,22 @@ class FakeDevice:
 
     def run(self) -> None:
         """Let every stream go on as far as it can."""
-        while any([stream.run() for stream in (self.compute, *self.streams)]):
-            pass
+        moved = True
+        while moved:
+            moved = False
+            for stream in (self.compute, *self.streams):
+                moved = stream.run() or moved
 
     def queued_copies(self) -> int:
         return sum(what in ("gather", "scatter") for stream in self.streams for what, _, _ in list(stream.queued))
 
 
 def check_order(log: Iterable[tuple[str, ...]]) -> int:
-    """Raise `AssertionError` unless every copy stands on its stream as wait, record, copy, record; how many there were."""
+    """How many copies there were.
+
+    Raises:
+        AssertionError: one that does not stand on its stream as wait for compute, record, copy, record.
+    """
     per_stream: defaultdict[str, list[tuple[str, ...]]] = defaultdict(list)
     for entry in log:
         per_stream[entry[1]].append(entry)
