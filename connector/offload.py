@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -76,8 +77,11 @@ class OffloadConnector:
         geometry = geometry_for(config, layout, namespace, fmt)
         ladder = planned_tiers(config, clock)
         tiers = build_tiers(config, namespace.digest, namespace.facts)
-        try:
+        with contextlib.ExitStack() as undo:
+            for tier in tiers.values():
+                undo.callback(tier.close)
             region = PinnedRegion(geometry.num_slots, geometry.slot_bytes, device=layout.device, pin=config.pin_memory)
+            undo.callback(region.close)
             self._worker = RankWorker(
                 layout,
                 fmt,
@@ -88,10 +92,7 @@ class OffloadConnector:
                 device=device,
                 clock=clock,
             )
-        except BaseException:
-            for tier in tiers.values():
-                tier.close()
-            raise
+            undo.pop_all()
         self._prober = Prober(tiers)
         self._planner = Planner(ladder, geometry.settings(config), prober=self._prober, clock=clock)
         self._ready: dict[int, TransferResult] = {}

@@ -177,7 +177,9 @@ class RankWorker:
         blocks = frozenset(block_ids)
         for transfers in self._by_job.values():
             for transfer in transfers.values():
-                if isinstance(transfer, LoadTransfer) and not blocks.isdisjoint(transfer.block_ids):
+                # One that is over may still be writing its slot to tiers: the blocks are no part of that.
+                touches = isinstance(transfer, LoadTransfer) and not blocks.isdisjoint(transfer.block_ids)
+                if touches and not transfer.claim.taken:
                     transfer.revoke(reasons.FENCED)
         self._copier.fence(blocks, timeout_s)
 

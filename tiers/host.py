@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import mmap
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from kvsluice.tiers import reasons
 from kvsluice.tiers.base import Tier, TierUsage, round_up
@@ -18,6 +19,9 @@ from kvsluice.tiers.errors import ChunkDamagedError, ChunkMissingError, ClosedEr
 from kvsluice.tiers.slots import SlotTable
 
 __all__ = ["HostTier"]
+
+_MAX_EVICTED_TOLD: Final = 100_000
+"""A few megabytes of keys; where nobody takes them, the oldest are forgotten."""
 
 
 class HostTier(Tier):
@@ -42,7 +46,8 @@ class HostTier(Tier):
             raise ConfigError(f"tier {name}: capacity {capacity_bytes} holds no slot of {slot_bytes} bytes")
         self._memory = memoryview(mmap.mmap(-1, num_slots * self._slot_bytes))
         self._lock = threading.Lock()
-        self._table = SlotTable(num_slots, num_slots)
+        self._evicted: deque[bytes] = deque(maxlen=_MAX_EVICTED_TOLD)
+        self._table = SlotTable(num_slots, num_slots, on_evict=self._evicted.append)
         self._num_bytes = [0] * num_slots
         self._closed = False
 
@@ -56,12 +61,16 @@ class HostTier(Tier):
             slot = self._table.acquire()
         if slot is None:
             raise TierUnavailableError(f"tier {self.name}: every slot is in use", reason=reasons.POOL_FULL)
-        self._slot(slot)[:num_bytes] = buffer[:num_bytes]
-        with self._lock:
-            self._num_bytes[slot] = num_bytes
-            kept = self._table.keep(slot, key)
-            held = kept or key in self._table
-            self._table.unpin(slot)
+        kept = held = False
+        try:
+            self._slot(slot)[:num_bytes] = buffer[:num_bytes]
+            with self._lock:
+                self._num_bytes[slot] = num_bytes
+                kept = self._table.keep(slot, key)
+                held = kept or key in self._table
+        finally:
+            with self._lock:
+                self._table.unpin(slot)
         if not held:
             raise TierUnavailableError(f"tier {self.name}: every slot is in use", reason=reasons.POOL_FULL)
         return num_bytes if kept else 0
@@ -97,6 +106,12 @@ class HostTier(Tier):
     def scan(self) -> Iterator[bytes]:
         with self._lock:
             return iter(self._table.keys())
+
+    def take_evicted(self) -> list[bytes]:
+        with self._lock:
+            taken = list(self._evicted)
+            self._evicted.clear()
+        return taken
 
     def usage(self) -> TierUsage:
         with self._lock:

@@ -12,6 +12,7 @@ A held slot that nobody pins may be taken for another chunk, the least recently 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 __all__ = ["SlotTable", "SlotUsage"]
@@ -35,9 +36,10 @@ class SlotTable:
     Args:
         num_slots: slots in the region.
         max_held: how many of them may hold a chunk at once; the others are for transfers only.
+        on_evict: told each key that had to give way.
     """
 
-    def __init__(self, num_slots: int, max_held: int) -> None:
+    def __init__(self, num_slots: int, max_held: int, *, on_evict: Callable[[bytes], None] | None = None) -> None:
         if num_slots < 1 or not 0 <= max_held <= num_slots:
             raise ValueError(f"num_slots {num_slots} must be at least 1 and max_held {max_held} within it")
         self.num_slots = num_slots
@@ -49,6 +51,7 @@ class SlotTable:
         # Held and unpinned, coldest first: what `acquire` may take.
         self._idle: OrderedDict[bytes, int] = OrderedDict()
         self._evicted = 0
+        self._on_evict = on_evict
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._slot_of
@@ -172,4 +175,6 @@ class SlotTable:
         self._key_of[slot] = None
         self._free.append(slot)
         self._evicted += 1
+        if self._on_evict is not None:
+            self._on_evict(key)
         return slot

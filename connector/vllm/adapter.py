@@ -153,6 +153,9 @@ class SluiceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # 
     def has_pending_push_work(self) -> bool:
         return self._scheduler.has_work()
 
+    def has_pending_block_frees(self) -> bool:
+        return self._scheduler.free_blocks_for_request()
+
     def reset_cache(self) -> bool | None:
         return self._scheduler.reset()
 

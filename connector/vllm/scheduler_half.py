@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from kvsluice.connector.ladder import Geometry, build_tiers, planned_tiers
 from kvsluice.connector.planner import Planner
 from kvsluice.connector.prober import Prober
 from kvsluice.connector.results import TransferResult
-from kvsluice.connector.vllm.wire import FinishedLoad, SluiceStats, StepOrders, StepReports
+from kvsluice.connector.vllm.wire import FailedLoad, SluiceStats, StartedLoad, StepOrders, StepReports
 from kvsluice.tiers.base import Tier
 from kvsluice.tiers.errors import ConfigError
 
@@ -39,6 +39,11 @@ _log = logging.getLogger(__name__)
 STORE_PATIENCE_S = 10.0
 """How long an idle engine goes on stepping for the sake of stores; a hung tier must not keep it awake."""
 RESET_PATIENCE_S = 30.0
+SLOT_PATIENCE_S = 0.1
+"""How long a store may wait for a slot while a request waits for its blocks: a tier that works frees one sooner."""
+SETTLE_STEPS = 2
+"""Steps from telling vLLM that a load is over until other requests see its blocks as their own prefix hit:
+one where steps are scheduled one by one, two where the next is scheduled before the last one's output is in."""
 
 
 @dataclass(slots=True)
@@ -48,6 +53,7 @@ class _RequestState:
     request: Request
     chunks_offered: int = 0
     may_load: bool = True
+    may_store: bool = True
     planned: tuple[int, int] | None = None
     """First chunk and number of chunks of the last lookup's answer."""
     load_job: int | None = None
@@ -86,9 +92,12 @@ class SchedulerHalf:
         self._requests: dict[str, _RequestState] = {}
         self._loads: dict[int, _LoadJob] = {}
         self._loading: Counter[bytes] = Counter()
+        self._settling: deque[tuple[int, tuple[bytes, ...]]] = deque()
+        self._steps = 0
         self._held_blocks: dict[int, list[int]] = {}
         self._store_started_s: dict[int, float] = {}
-        self._finished_loads: list[FinishedLoad] = []
+        self._started_loads: list[StartedLoad] = []
+        self._failed_loads: list[FailedLoad] = []
         self._reset_until_s = 0.0
         self._stats_changed = False
 
@@ -166,8 +175,8 @@ class SchedulerHalf:
             load.blocks[key] = tuple(block_ids[at * width + (skip if at == 0 else 0) : (at + 1) * width])
         self._loads[job] = load
         self._loading.update(keys)
+        self._started_loads.append(StartedLoad(job, request.request_id, len(keys)))
         state.load_job = job
-        state.chunks_offered = max(state.chunks_offered, first + held)
 
     def finished(self, request: Request) -> None:
         """The request is over, in whatever way. What runs for it goes on by job id."""
@@ -182,19 +191,30 @@ class SchedulerHalf:
         """Orders of this step: loads that were allocated, and the chunks that its forward completes."""
         if self._planner is None:
             return StepOrders()
+        self._steps += 1
+        while self._settling and self._settling[0][0] <= self._steps:
+            self._loading.subtract(self._settling.popleft()[1])
+            self._loading += Counter()
         for request_id in step.preempted_req_ids or ():
             if (state := self._requests.get(request_id)) is not None:
+                # It computes everything anew, with the weights of now.
                 state.chunks_offered = 0
+                state.may_store = True
         for request_id, scheduled in step.num_scheduled_tokens.items():
             if (state := self._requests.get(request_id)) is not None:
                 self._offer(state, scheduled, step)
+        self._yield_blocks(step)
         self._take_results()
-        finished, self._finished_loads = tuple(self._finished_loads), []
-        return StepOrders(self._planner.take_orders(), finished)
+        orders = StepOrders(self._planner.take_orders(), tuple(self._started_loads), tuple(self._failed_loads))
+        self._started_loads.clear()
+        self._failed_loads.clear()
+        return orders
 
     def _offer(self, state: _RequestState, scheduled: int, step: SchedulerOutput) -> None:
         assert self._planner is not None
         request = state.request
+        if not state.may_store:
+            return
         # Rejected draft tokens are scheduled as well, but no token that is known lacks its KV but the last.
         ready = min(request.num_computed_tokens + scheduled, request.num_tokens)
         if self._config.offload_prompt_only:
@@ -236,8 +256,8 @@ class SchedulerHalf:
 
     def _finish_load(self, result: TransferResult) -> None:
         load = self._loads.pop(result.job_id)
-        self._loading.subtract(load.keys)
-        self._loading += Counter()
+        # Not before the request itself has been admitted: another one would load the same chunks again.
+        self._settling.append((self._steps + 1 + SETTLE_STEPS, load.keys))
         failed = tuple(block for key in result.failed for block in load.blocks[key])
         state = self._requests.get(load.request_id)
         if state is not None and state.load_job == result.job_id:
@@ -253,7 +273,8 @@ class SchedulerHalf:
                     len(load.keys),
                     ", ".join(sorted(set(result.failed.values()))),
                 )
-        self._finished_loads.append(FinishedLoad(load.request_id, failed))
+        if failed:
+            self._failed_loads.append(FailedLoad(result.job_id, failed))
 
     # ---- blocks ------------------------------------------------------------------------------
 
@@ -272,12 +293,54 @@ class SchedulerHalf:
                 # Tail first: vLLM takes free blocks from the front, and the head of a prefix is worth most.
                 pool.free_blocks(pool.blocks[block] for block in reversed(block_ids))
 
+    def free_blocks_for_request(self) -> bool:
+        """vLLM is about to preempt for want of blocks: whether it should wait a step for ours instead.
+
+        Only for blocks that nobody but a store holds. Those that wait for a slot are given up here and
+        now; copies under way are over soon, by the device's time, never a tier's.
+        """
+        if self._planner is None or not self._held_blocks:
+            return False
+        return self._give_up_waiting(list(self._held_blocks))
+
+    def _yield_blocks(self, step: SchedulerOutput) -> None:
+        """Give up stores that have waited for a slot for long where a request waits for their blocks.
+
+        Else a tier that takes nothing any more would keep, for as long as its stores may wait, KV
+        blocks from requests that have no use for the tier.
+        """
+        assert self._planner is not None
+        if not self._held_blocks or self._pool is None:
+            return
+        now_s = self._clock()
+        late = [job for job in self._held_blocks if now_s - self._store_started_s.get(job, now_s) >= SLOT_PATIENCE_S]
+        if not late:
+            return
+        free = self._pool.get_num_free_blocks()
+        for request_id, state in self._requests.items():
+            wanted = -(-state.request.num_tokens // self._block_size)
+            if wanted > free and state.load_job is None and request_id not in step.num_scheduled_tokens:
+                self._give_up_waiting(late)
+                return
+
+    def _give_up_waiting(self, jobs: list[int]) -> bool:
+        """Shed what waits for a slot and alone keeps blocks from the pool; whether blocks came or come free."""
+        assert self._planner is not None
+        assert self._pool is not None
+        blocks = self._pool.blocks
+        ours = frozenset(block for job in jobs for block in self._held_blocks[job] if blocks[block].ref_cnt == 1)
+        if not ours:
+            return False
+        self._planner.fence(ours)
+        self._release()
+        return True
+
     # ---- the rest ----------------------------------------------------------------------------
 
     def has_work(self) -> bool:
         """Whether an idle engine should go on stepping for us: always for a bounded time only."""
         now_s = self._clock()
-        if self._loads or self._finished_loads or self._held_blocks:
+        if self._loads or self._failed_loads or self._held_blocks:
             return True
         if any(now_s - start_s < STORE_PATIENCE_S for start_s in self._store_started_s.values()):
             return True
@@ -289,6 +352,9 @@ class SchedulerHalf:
             return True
         self._planner.reset()
         self._take_results()
+        for state in self._requests.values():
+            # A reset may follow a change of weights: what builds on KV from before it must not be served later.
+            state.may_store = state.may_store and state.request.num_computed_tokens == 0
         self._reset_until_s = self._clock() + RESET_PATIENCE_S
         return True
 

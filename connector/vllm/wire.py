@@ -15,14 +15,23 @@ from kvsluice.connector.ladder import Geometry
 from kvsluice.connector.orders import Order, RankReport
 from kvsluice.connector.results import OffloadStats
 
-__all__ = ["FinishedLoad", "Handshake", "SluiceStats", "StepOrders", "StepReports"]
+__all__ = ["FailedLoad", "Handshake", "SluiceStats", "StartedLoad", "StepOrders", "StepReports"]
 
 
 @dataclass(frozen=True, slots=True)
-class FinishedLoad:
-    """A request whose load is decided; every rank tells vLLM so, once, with the blocks that hold nothing."""
+class StartedLoad:
+    """A load that waits for `num_parts` parts; a rank that has loaded them all tells vLLM by itself."""
 
+    job_id: int
     request_id: str
+    num_parts: int
+
+
+@dataclass(frozen=True, slots=True)
+class FailedLoad:
+    """A load that is over and not whole; a rank that has not told vLLM yet does, with the blocks that hold nothing."""
+
+    job_id: int
     failed_blocks: tuple[int, ...]
 
 
@@ -31,7 +40,8 @@ class StepOrders(KVConnectorMetadata):  # type: ignore[misc, explicit-any] # vLL
     """The scheduler's word to each worker for one step."""
 
     orders: tuple[Order, ...] = ()
-    finished_loads: tuple[FinishedLoad, ...] = ()
+    started_loads: tuple[StartedLoad, ...] = ()
+    failed_loads: tuple[FailedLoad, ...] = ()
 
 
 @dataclass

@@ -11,9 +11,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransfe
 from kvsluice.connector.config import OffloadConfig
 from kvsluice.connector.ladder import build_tiers, chunk_format, geometry_for, namespace_for, worker_tiers
 from kvsluice.connector.layout import KVLayout
+from kvsluice.connector.orders import Loaded, RankReport
 from kvsluice.connector.region import PinnedRegion
 from kvsluice.connector.vllm.identity import model_identity
-from kvsluice.connector.vllm.wire import Handshake, StepOrders, StepReports
+from kvsluice.connector.vllm.wire import Handshake, StartedLoad, StepOrders, StepReports
 from kvsluice.connector.worker import RankWorker
 
 if TYPE_CHECKING:
@@ -37,8 +38,12 @@ class WorkerHalf:
         self._kv_cache_config = kv_cache_config
         self._worker: RankWorker | None = None
         self._handshake: Handshake | None = None
-        self._finished = KVConnectorTransferResults()
+        # Loads that vLLM has not been told about: told once, an id that it no longer knows ends the engine.
+        self._loads: dict[int, StartedLoad] = {}
+        self._parts_left: dict[int, int] = {}
+        self._finished: set[str] = set()
         self._failed_blocks: set[int] = set()
+        self._report: RankReport | None = None
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Read the layout off the tensors and bring up tiers, region and threads."""
@@ -79,15 +84,35 @@ class WorkerHalf:
     def take_orders(self, step: StepOrders) -> None:
         """Start the step's orders; called after the step's forward was launched, on its stream."""
         assert self._worker is not None
+        for started in step.started_loads:
+            self._loads[started.job_id] = started
+            self._parts_left[started.job_id] = started.num_parts
         self._worker.submit(step.orders)
-        for load in step.finished_loads:
-            self._finished.finished_recving.add(load.request_id)
-            self._failed_blocks.update(load.failed_blocks)
+        for failed in step.failed_loads:
+            # One that all arrived for, and that a reset then made worthless, has been told already.
+            if failed.job_id in self._loads:
+                self._failed_blocks.update(failed.failed_blocks)
+                self._tell(failed.job_id)
 
     def take_finished(self) -> KVConnectorTransferResults:
-        """The requests whose loads are decided, each once."""
-        finished, self._finished = self._finished, KVConnectorTransferResults()
-        return finished
+        """The requests whose loads are over, each once.
+
+        A load whose every part has arrived needs no word from the scheduler, which would take a step.
+        """
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        self._report = self._worker.collect()
+        for event in self._report.events:
+            if isinstance(event, Loaded) and event.reason is None and event.job_id in self._loads:
+                self._parts_left[event.job_id] -= 1
+                if self._parts_left[event.job_id] == 0:
+                    self._tell(event.job_id)
+        finished, self._finished = self._finished, set()
+        return KVConnectorTransferResults(finished_recving=finished)
+
+    def _tell(self, job_id: int) -> None:
+        del self._parts_left[job_id]
+        self._finished.add(self._loads.pop(job_id).request_id)
 
     def take_failed_blocks(self) -> set[int]:
         """The blocks of those that hold nothing."""
@@ -96,9 +121,8 @@ class WorkerHalf:
 
     def report(self) -> StepReports | None:
         """What happened since the last step."""
-        if self._worker is None:
-            return None
-        return StepReports((self._worker.collect(),))
+        report, self._report = self._report, None
+        return None if report is None else StepReports((report,))
 
     def shutdown(self) -> None:
         if self._worker is not None:

@@ -297,7 +297,12 @@ def test_copies_that_never_started_are_shed_at_close(bench, device, keys, monkey
     bench.hung = {"kvsluice-copy"}
     connector = bench.connect("host", device=device)
     entered, go = threading.Event(), threading.Event()
-    monkeypatch.setattr(transfers.StoreTransfer, "prepare", lambda transfer: (entered.set(), go.wait(WAIT_S)) and None)
+
+    def slow(transfer: transfers.StoreTransfer) -> None:
+        entered.set()
+        assert go.wait(WAIT_S)
+
+    monkeypatch.setattr(transfers.StoreTransfer, "prepare", slow)
     connector.store(keys[:1], blocks_of(0))
     assert entered.wait(WAIT_S)
     waiting = connector.store(keys[1:2], blocks_of(1))

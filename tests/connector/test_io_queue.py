@@ -160,7 +160,12 @@ def test_an_action_alone_runs_when_no_store_runs_and_before_what_waits(queues, l
     queue.put_store(Task("busy", log, writing))
     writing.wait_for()
     done = threading.Event()
-    queue.run_alone(lambda: (log.append("alone"), done.set()) and None)
+
+    def alone() -> None:
+        log.append("alone")
+        done.set()
+
+    queue.run_alone(alone)
     assert not done.wait(0.03)
     writing.open()
     assert done.wait(WAIT_S)
@@ -192,25 +197,25 @@ def test_no_task_is_forgotten_when_threads_race_for_an_action(queues, log):
     assert len(log) == 200 * 8
 
 
+class Vanishing:
+    """An action that another thread takes each time between the look and the taking."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def __bool__(self) -> bool:
+        self.looks -= 1
+        return self.looks >= 0
+
+    def popleft(self) -> None:
+        raise IndexError
+
+
 def test_one_that_loses_the_race_for_an_action_takes_the_task_behind_its_token(queues, log):
     queue = queues(readers=1, writers=1)
     reading, writing = hold_all(queue, 1, 1, log)
-
-    class Vanishing:
-        """An action that another thread takes between the look and the taking."""
-
-        def __init__(self) -> None:
-            self.looks = 1
-
-        def __bool__(self) -> bool:
-            self.looks -= 1
-            return self.looks >= 0
-
-        def popleft(self) -> None:
-            raise IndexError
-
-    queue._exclusive = Vanishing()  # noqa: SLF001 - the race cannot be had on demand
     queue.put_store(Task("store", log))
+    queue._exclusive = Vanishing(queue._for_writers.qsize())  # noqa: SLF001 - the race cannot be had on demand
     writing.open()
     until(lambda: None, lambda: log == ["run store"])
     reading.open()

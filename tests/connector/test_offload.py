@@ -7,9 +7,9 @@ import threading
 import pytest
 import torch
 from bench import SLOT_BYTES, Cache, blocks_of, one, sluice_threads
-from doubles import Clock, PickledConnector, until
+from doubles import Clock, Hold, PickledConnector, until
 
-from kvsluice.connector import KVLayout, Lookup, OffloadConfig, OffloadConnector
+from kvsluice.connector import KVLayout, Lookup, OffloadConfig, OffloadConnector, worker
 from kvsluice.tiers import ClosedError, ConfigError, LayoutError, TierUnavailableError, reasons
 from kvsluice.tiers.chunk_file import stored_key
 
@@ -254,6 +254,20 @@ def test_pinning_by_force_needs_a_device_and_leaves_nothing_running(cache, bench
     assert fs.closed == 1
 
 
+def test_a_worker_that_cannot_start_leaves_nothing_running(bench, monkeypatch):
+    fs = bench.double("fs")
+    before = sluice_threads()
+
+    def refuse(*args: object) -> None:
+        raise LayoutError("these tensors cannot be copied")
+
+    monkeypatch.setattr(worker, "CopyPlan", refuse)
+    with pytest.raises(LayoutError, match="cannot be copied"):
+        bench.connect("fs")
+    assert sluice_threads() == before
+    assert fs.closed == 1
+
+
 def test_layers_that_disagree_about_the_blocks_are_refused_by_name():
     with pytest.raises(LayoutError, match="b has 5 blocks, a has 4"):
         KVLayout.from_tensors({"a": torch.zeros(4, 8), "b": torch.zeros(5, 8)}, tokens_per_block=4)
@@ -381,6 +395,21 @@ def test_cancelling_one_of_two_jobs_that_share_a_store_leaves_it_to_the_other(be
     assert led.failed == {keys[1]: reasons.CANCELLED}
 
 
+def test_a_shared_store_that_waits_for_a_slot_is_not_shed_by_one_jobs_cancel(bench, keys):
+    fs = bench.double("fs")
+    hold = fs.hold("store")
+    connector = bench.connect("fs", slots=2)
+    connector.store(keys[8:9], blocks_of(8))
+    hold.wait_for()
+    leader = connector.store(keys[:1], blocks_of(0))
+    follower = connector.store(keys[:1], blocks_of(0))
+    assert connector.stats().stores_waiting == 1
+    connector.cancel(leader)
+    assert leader not in connector.poll_released(), "its blocks are still to be copied"
+    hold.open()
+    assert one(connector.wait([follower], WAIT_S)).done_keys == (keys[0],)
+
+
 # ---- reset -------------------------------------------------------------------------------------
 
 
@@ -467,24 +496,25 @@ def test_a_tier_that_breaks_while_it_is_emptied_is_reported_too(bench, keys):
 def test_an_answer_from_before_a_reset_is_not_believed_after_it(bench, keys):
     fs = bench.double("fs")
     fs.images[stored_key(keys[0], 0, 0)] = b"old"
-    # The answer is worked out before the reset and arrives after it.
-    real, hold = fs.held_prefix, fs.hold("answer")
-    first = True
+    # The answer is worked out before the reset and arrives after it, while the next question is being asked.
+    real, first, second = fs.held_prefix, Hold(), Hold()
+    holds = iter([first, second])
 
     def slow(asked):
-        nonlocal first
         held = real(asked)
-        if first:
-            first = False
-            hold()
+        next(holds)()
         return held
 
     fs.held_prefix = slow
     connector = bench.connect("fs")
     assert connector.lookup(keys[:1]) == Lookup(0, True)
-    hold.wait_for()
+    first.wait_for()
     assert connector.reset(WAIT_S) == {}
-    hold.open()
+    assert connector.lookup(keys[:1]) == Lookup(0, True)
+    first.open()
+    second.wait_for()
+    assert connector.lookup(keys[:1]) == Lookup(0, True)
+    second.open()
     assert settled(connector, keys[:1]) == Lookup(0, False)
 
 
@@ -538,6 +568,20 @@ def test_close_with_a_hung_store_is_bounded_and_names_the_threads_that_hang_alon
     with pytest.raises(ClosedError, match=rf"jobs \[{job}\]"):
         connector.wait([job])
     assert connector.close() == left
+
+
+def test_what_waits_for_a_slot_at_close_is_shed_as_closed_and_released(bench, keys):
+    fs = bench.double("fs")
+    hold = fs.hold("store")
+    bench.hung = {f"kvsluice-fs-{at}" for at in range(8)}
+    connector = bench.connect("fs", slots=2)
+    connector.store(keys[:1], blocks_of(0))
+    hold.wait_for()
+    waiting = connector.store(keys[1:2], blocks_of(1))
+    connector.close(timeout_s=0.2)
+    assert one(connector.poll()).failed == {keys[1]: reasons.CLOSED}
+    assert waiting in connector.poll_released()
+    hold.open()
 
 
 def test_close_with_a_hung_load_makes_it_a_miss(bench, cache, keys):

@@ -234,7 +234,7 @@ def test_a_slot_is_free_only_when_every_rank_has_ended():
 
 
 def test_each_gate_is_asked_once_per_chunk_with_its_blocks():
-    bench = Bench("host", "fs", "obj", ranks=2, host_slots=4)
+    bench = Bench("host", "fs", "obj", ranks=2, slots=32, host_slots=4)
     bench.planner.store(KEYS[:3], blocks_of(0, 1, 2))
     assert all(gate.asked == [2, 2, 2] for gate in bench.gates.values())
     bench.planner.store(KEYS[:3], blocks_of(0, 1, 2))
@@ -481,8 +481,17 @@ def test_a_store_of_a_chunk_that_a_load_has_brought_into_host_memory_meanwhile_i
 
 @pytest.mark.parametrize(
     "reason",
-    [reasons.MISSING, reasons.SHORT, reasons.OVERSIZE, reasons.CHECKSUM, reasons.FOREIGN, reasons.HEADER]
-    + [reasons.DEADLINE, reasons.IO_ERROR, reasons.INTERNAL],
+    [
+        reasons.MISSING,
+        reasons.SHORT,
+        reasons.OVERSIZE,
+        reasons.CHECKSUM,
+        reasons.FOREIGN,
+        reasons.HEADER,
+        reasons.DEADLINE,
+        reasons.IO_ERROR,
+        reasons.INTERNAL,
+    ],
 )
 def test_a_miss_is_counted_under_its_reason_and_the_next_lookup_does_not_say_held(reason):
     bench = Bench("fs")
@@ -644,6 +653,18 @@ def test_a_store_from_before_a_reset_is_never_held(when):
     assert result.failed == ({} if when == "writing" else {KEYS[0]: reasons.RESET})
     assert bench.planner.stats().pool.pinned == 0
     assert order.job_id == job
+
+
+def test_a_write_from_before_a_reset_that_is_reported_after_it_is_not_held():
+    bench = Bench("fs")
+    job = bench.planner.store(KEYS[:1], [0, 1])
+    bench.orders()
+    reset = bench.planner.reset()
+    bench.report(Copied(job, 0, None, 0.1), ResetDone(reset, 0, None))
+    assert bench.planner.reset_outcome() == {}
+    bench.report(Wrote(job, 0, 0, None, CHUNK_BYTES, 0.0, 0.1), Ended(job, 0))
+    assert bench.planner.lookup(KEYS[:1]).held == 0
+    assert one(bench.planner.take_results()).failed == {KEYS[0]: reasons.RESET}
 
 
 def test_a_load_that_ends_after_a_reset_is_a_miss_and_is_not_kept():
