@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import cast
 
 from kvsluice.connector.account import PlannedTier
+from kvsluice.connector.books import PlannerSettings
 from kvsluice.connector.config import AnyTierConfig, FsTierConfig, HostTierConfig, ObjTierConfig, OffloadConfig
 from kvsluice.connector.layout import KVLayout
 from kvsluice.connector.namespace import Fact, ModelIdentity, Namespace
-from kvsluice.connector.planner import PlannerSettings
 from kvsluice.connector.worker import WorkerTier
 from kvsluice.tiers.backpressure import build_gate
 from kvsluice.tiers.base import Tier

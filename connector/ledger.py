@@ -49,6 +49,8 @@ class StoreState:
     tiers: list[int]
     expires_s: float
     generation: int
+    arrival: int = 0
+    """Order among all that wait."""
     slot: int = -1
     ranks_to_copy: int = 0
     ranks_to_write: dict[int, int] = field(default_factory=dict)
@@ -85,6 +87,8 @@ class LoadState:
     served: set[int] = field(default_factory=set)
     """The sources that ranks were served by."""
     skip_blocks: int = 0
+    num_held: int = 0
+    """How many of `sources`, the first ones, are known to hold the chunk; the others may."""
 
 
 class Ledger:

@@ -2,11 +2,15 @@
 
 `first` is an engine that computed every prompt, with a host tier above a folder of chunk files; it is
 over when a test sees it. `second` is a live one, a new process, whose only tier is that folder.
+`hostile` is what came of the scenarios of `hostile_engine.py`, one engine in one process.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +22,19 @@ for folder in (HERE, HERE.parents[1] / "examples"):
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
-from vllm_engine import EngineProcess, chunk_files, distinct_chunks, kv_transfer_config, wait_until  # noqa: E402
+from vllm_engine import (  # noqa: E402
+    ENVIRONMENT,
+    EngineProcess,
+    chunk_files,
+    distinct_chunks,
+    kv_transfer_config,
+    wait_until,
+)
 from vllm_model import make_model  # noqa: E402
 from vllm_scenario import LONE_PROMPT, PROMPTS, TOKENS_PER_CHUNK, First, Second, sluice_config  # noqa: E402
 
 STORES_TIMEOUT_S = 60.0
+HOSTILE_TIMEOUT_S = 400.0
 
 
 @pytest.fixture(scope="session")
@@ -70,6 +82,36 @@ def second(model: Path, first: First, tmp_path_factory: pytest.TempPathFactory) 
         environment={"KVSLUICE_TEST_ZERO_DIR": str(zero_dir)},
     ) as engine:
         yield Second(engine, zero_dir / "on")
+
+
+@pytest.fixture(scope="session")
+def hostile(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
+    base = tmp_path_factory.mktemp("hostile")
+    # vLLM must not find the repository's own folder `kernels`, so the package is linked into a folder of its own.
+    (base / "kvsluice").symlink_to(HERE.parents[1] / "kvsluice", target_is_directory=True)
+    results = base / "results.json"
+    environment = {
+        **os.environ,
+        **ENVIRONMENT,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # Idle compute threads would spin for 200 ms on cores that the engine's other threads need.
+        "KMP_BLOCKTIME": "0",
+        "PYTHONPATH": os.pathsep.join([str(base), str(HERE.parents[1] / "examples")]),
+    }
+    with (base / "engine.log").open("w", encoding="utf-8") as log:
+        ended = subprocess.run(
+            [sys.executable, str(HERE / "hostile_engine.py"), str(model), str(base / "chunks"), str(results)],
+            cwd=base,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            timeout=HOSTILE_TIMEOUT_S,
+            check=False,
+        )
+    assert ended.returncode == 0, (base / "engine.log").read_text(encoding="utf-8", errors="replace")[-4000:]
+    told: dict[str, dict[str, object]] = json.loads(results.read_text(encoding="utf-8"))
+    return told
 
 
 def _stored(root: Path, expected: int) -> set[Path]:

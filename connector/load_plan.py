@@ -1,0 +1,214 @@
+"""The planner's loads: which tier a chunk comes from, which slot it goes through, what came of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from kvsluice.connector.books import Books
+from kvsluice.connector.ledger import Job, LoadState
+from kvsluice.connector.orders import Loaded, LoadPart, Passed
+from kvsluice.tiers import reasons
+
+__all__ = ["LoadPlan"]
+
+
+class LoadPlan:
+    """Not thread-safe: the planner's alone."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        # By the tier that is to serve them: one that is dead or slow holds up its own line.
+        self._waiting: dict[int, deque[LoadState]] = {at: deque() for at in books.io}
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    @property
+    def waiting(self) -> Iterable[LoadState]:
+        for line in self._waiting.values():
+            yield from line
+
+    # ---- planning ----------------------------------------------------------------------------
+
+    def plan(self, keys: Sequence[bytes], block_ids: Sequence[int], timeout_s: float, skip_blocks: int) -> int:
+        """Open a job and send what finds a slot."""
+        books = self._books
+        now_s = books.clock()
+        job = books.ledger.open("load", tuple(keys), now_s)
+        job.expires_s = now_s + timeout_s
+        width = books.settings.blocks_per_chunk
+        for part, key in enumerate(job.keys):
+            blocks = tuple(block_ids[part * width : (part + 1) * width])
+            state = LoadState(job, part, key, blocks, (), books.generation)
+            state.skip_blocks = skip_blocks if part == 0 else 0
+            self._plan_part(state, now_s)
+        if not job.keys:
+            books.ledger.finish(job, now_s)
+        self.dispatch(now_s)
+        return job.job_id
+
+    def _plan_part(self, state: LoadState, now_s: float) -> None:
+        books = self._books
+        slot = books.slots.find(state.key)
+        if slot is not None:
+            books.slots.pin(slot)
+            state.slot = slot
+            self._send(state)
+            return
+        held, unknown = [], []
+        for at in books.io:
+            account = books.tiers[at]
+            if account.serving and account.index.holds(state.key):
+                held.append(at)
+            elif account.serving and not account.index.lacks(state.key, now_s):
+                unknown.append(at)
+        state.sources = tuple(held + unknown)
+        state.num_held = len(held)
+        if state.sources:
+            self._waiting[state.sources[0]].append(state)
+        else:
+            books.unused[reasons.MISSING] += 1
+            state.decided = True
+            books.ledger.decide(state.job, state.part, reasons.MISSING, now_s)
+
+    def dispatch(self, now_s: float) -> None:
+        """Send what waits as far as slots and shares go; miss what waited past its deadline."""
+        slots = self._books.slots
+        for line in self._waiting.values():
+            while line:
+                state = line[0]
+                if state.job.expires_s <= now_s:
+                    self._miss(line.popleft(), reasons.DEADLINE, now_s)
+                    continue
+                if not self._find_room(state):
+                    break
+                slot = slots.acquire()
+                if slot is None:
+                    break
+                line.popleft()
+                state.slot = slot
+                self._send(state)
+
+    def _find_room(self, state: LoadState) -> bool:
+        """Whether a tier that holds the chunk may have one more slot; if so it stands first."""
+        for at in state.sources[: max(1, state.num_held)]:
+            if self._books.tiers[at].has_load_room:
+                state.sources = (at, *(other for other in state.sources if other != at))
+                return True
+        return False
+
+    def _send(self, state: LoadState) -> None:
+        books = self._books
+        ranks = books.settings.num_ranks
+        if state.sources:
+            first = state.sources[0]
+            state.sources = tuple(at for at in state.sources if at == first or self._may_fall_through_to(at))
+            for at in state.sources:
+                books.tiers[at].slots_in_loads += 1
+                state.charged[at] = ranks
+            state.copy_up = tuple(
+                at
+                for at in books.io
+                if at < first
+                and not books.tiers[at].index.holds(state.key)
+                and books.tiers[at].has_store_room
+                and books.tiers[at].admit(books.settings.blocks_per_chunk) is None
+            )
+            for at in state.copy_up:
+                books.tiers[at].slots_in_stores += 1
+        state.ranks_to_load = state.ranks_to_end = ranks
+        state.ranks_to_write = dict.fromkeys(state.copy_up, ranks)
+        books.ledger.parts[state.job.job_id, state.part] = state
+        books.send_load(
+            state.job.job_id,
+            LoadPart(
+                state.part, state.key, state.block_ids, state.slot, state.sources, state.copy_up, state.skip_blocks
+            ),
+        )
+
+    def _may_fall_through_to(self, at: int) -> bool:
+        """Whether the tier's share has room: one that hangs would take the slot along."""
+        account = self._books.tiers[at]
+        account.missed[reasons.SLOT_SHARE] += not account.has_load_room
+        return account.has_load_room
+
+    # ---- shedding ----------------------------------------------------------------------------
+
+    def shed_where(self, matches: Callable[[LoadState], bool], reason: str, now_s: float) -> None:
+        """Miss those that wait and match."""
+        for at, line in self._waiting.items():
+            shed = [state for state in line if matches(state)]
+            if shed:
+                gone = set(map(id, shed))
+                self._waiting[at] = deque(state for state in line if id(state) not in gone)
+                for state in shed:
+                    self._miss(state, reason, now_s)
+
+    def cancel(self, job: Job, now_s: float) -> None:
+        """Miss what of the job waits."""
+        self.shed_where(lambda state: state.job is job, reasons.CANCELLED, now_s)
+
+    def _miss(self, state: LoadState, reason: str, now_s: float) -> None:
+        if reason == reasons.DEADLINE:
+            account = self._books.tiers[state.sources[0]]
+            account.missed[reason] += 1
+            account.index.remove(state.key, now_s)
+        else:
+            self._books.unused[reason] += 1
+        state.decided = True
+        self._books.ledger.decide(state.job, state.part, reason, now_s)
+
+    # ---- what the workers report -------------------------------------------------------------
+
+    def on_loaded(self, state: LoadState, event: Loaded, now_s: float) -> None:
+        books = self._books
+        job = state.job
+        job.copy_s += event.copy_s
+        job.queue_s += event.queue_s
+        job.tier_s += event.tier_s
+        for at, reason in event.misses:
+            books.tiers[at].missed[reason] += 1
+            books.tiers[at].index.remove(state.key, now_s)
+        if event.reason is None:
+            job.moved_bytes += event.num_bytes
+            state.served.add(event.tier)
+            served = books.tiers[event.tier] if event.tier >= 0 else books.host
+            if served is not None:
+                served.chunks_loaded += 1
+                served.bytes_loaded += event.num_bytes
+        else:
+            state.reason = event.reason
+        state.ranks_to_load -= 1
+        if state.ranks_to_load:
+            return
+        state.decided = True
+        if state.reason is None:
+            # Nobody reads any more; what a late reader still has, it keeps until it has ended.
+            self.uncharge(state)
+        if state.generation != books.generation:
+            state.reason = reasons.RESET
+        if state.reason is None:
+            # Where ranks were served by different tiers, none of these is known to hold every part.
+            if len(state.served) == 1 and event.tier >= 0 and books.tiers[event.tier].serving:
+                books.tiers[event.tier].index.add(state.key)
+            if books.host is not None and state.sources:
+                books.slots.keep(state.slot, state.key)
+        elif not event.misses:
+            books.unused[state.reason] += 1
+        books.ledger.decide(job, state.part, state.reason, now_s)
+
+    def on_passed(self, state: LoadState, event: Passed) -> None:
+        """A rank will not read from this source any more."""
+        if event.tier in state.charged:
+            state.charged[event.tier] -= 1
+            if state.charged[event.tier] == 0:
+                del state.charged[event.tier]
+                self._books.tiers[event.tier].slots_in_loads -= 1
+
+    def uncharge(self, state: LoadState) -> None:
+        """The slot counts in no source's share any more."""
+        for at in state.charged:
+            self._books.tiers[at].slots_in_loads -= 1
+        state.charged.clear()

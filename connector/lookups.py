@@ -1,0 +1,95 @@
+"""The planner's lookups: what is known to be held, and who is being asked about the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvsluice.connector.books import Books
+from kvsluice.connector.prober import Prober
+from kvsluice.connector.results import Lookup
+
+__all__ = ["Lookups"]
+
+
+class Lookups:
+    """Not thread-safe: the planner's alone.
+
+    Args:
+        books: slots and indexes that answer at once.
+        prober: asks the tiers; None where no tier outlives this process.
+    """
+
+    def __init__(self, books: Books, prober: Prober | None) -> None:
+        self._books = books
+        self._prober = prober
+        self._asked_s: dict[tuple[int, bytes], float] = {}
+        """Since when a tier is being asked about the prefix that starts with a key."""
+        self.lookups = 0
+        self.pending = 0
+        self.hit_chunks = 0
+
+    def lookup(self, keys: Sequence[bytes]) -> Lookup:
+        """How many leading `keys` some tier holds; see `OffloadConnector.lookup`."""
+        books = self._books
+        now_s = books.clock()
+        self.take_answers(now_s)
+        self.lookups += 1
+        indexes = [books.tiers[at].index for at in books.io if books.tiers[at].serving]
+        held = 0
+        pending = False
+        for key in keys:
+            if key not in books.slots and not any(index.holds(key) for index in indexes):
+                pending = self._ask(keys, held, now_s)
+                break
+            held += 1
+        self.pending += pending
+        self.hit_chunks += 0 if pending else held
+        return Lookup(held, pending)
+
+    def _ask(self, keys: Sequence[bytes], first: int, now_s: float) -> bool:
+        """Have every tier that may hold `keys[first]` asked; whether an answer is still to come."""
+        if self._prober is None:
+            return False
+        settings = self._books.settings
+        pending = False
+        key = keys[first]
+        for at in self._books.io:
+            account = self._books.tiers[at]
+            if not account.serving or account.index.lacks(key, now_s):
+                continue
+            since_s = self._asked_s.get((at, key))
+            if since_s is None:
+                if not self._prober.ask(at, tuple(keys[first : first + settings.probe_keys])):
+                    account.missed["lookup_shed"] += 1
+                    continue
+                self._asked_s[at, key] = since_s = now_s
+            if now_s - since_s < settings.lookup_timeout_s:
+                pending = True
+            else:
+                account.missed["lookup_timeout"] += 1
+                account.index.remove(key, now_s)
+        return pending
+
+    def take_answers(self, now_s: float) -> None:
+        """Put what the tiers answered into their indexes."""
+        if self._prober is None:
+            return
+        for answer in self._prober.answers():
+            account = self._books.tiers[answer.tier]
+            self._asked_s.pop((answer.tier, answer.keys[0]), None)
+            if not account.serving:
+                continue
+            if answer.error is not None:
+                account.missed["lookup_failed"] += 1
+                account.index.remove(answer.keys[0], now_s)
+                continue
+            for key in answer.keys[: answer.held]:
+                account.index.add(key)
+            if answer.held < len(answer.keys):
+                account.index.remove(answer.keys[answer.held], now_s)
+
+    def forget(self) -> None:
+        """After a reset: an answer to a question from before it is worth nothing."""
+        self._asked_s.clear()
+        if self._prober is not None:
+            self._prober.forget()
