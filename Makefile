@@ -12,7 +12,7 @@ ARGS ?=
 ELSEWHERE := $(ROOT)/build/run
 EXAMPLES := $(wildcard examples/*.py)
 
-.PHONY: help demo demo-vllm test test-vllm lint types format bench-scheduling clean setup-core setup-vllm
+.PHONY: help demo demo-vllm test test-vllm lint types format bench-scheduling bench-slow-tier bench-copy clean setup-core setup-vllm
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "make %-18s %s\n", $$1, $$2}'
@@ -32,15 +32,22 @@ test-vllm: setup-vllm ## the tests that drive a real vLLM engine
 lint: setup-core ## ruff: rules and format
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
-types: setup-core ## mypy, strict: the packages and the examples
+types: setup-core ## mypy, strict: packages, examples, benchmarks
 	@$(BIN)/mypy
 	@MYPYPATH=$(ROOT):$(ROOT)/examples $(BIN)/mypy $(EXAMPLES)
+	@MYPYPATH=$(ROOT):$(ROOT)/benchmarks $(BIN)/mypy $(wildcard benchmarks/*.py)
 
 format: setup-core ## ruff: apply the format and the fixes that are safe
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
 bench-scheduling: setup-core ## what the connector costs on an engine's scheduling path
 	@$(BIN)/python $(ROOT)/benchmarks/scheduling_path.py $(ARGS)
+
+bench-slow-tier: setup-core ## a flood of stores on a tier that is slow for a while: what the gate and memory do
+	@$(BIN)/python $(ROOT)/benchmarks/slow_tier.py $(ARGS)
+
+bench-copy: setup-core ## gather and scatter on the CPU beside a plain memcpy
+	@$(BIN)/python $(ROOT)/benchmarks/cpu_copy.py $(ARGS)
 
 setup-core:
 	@scripts/setup.sh core

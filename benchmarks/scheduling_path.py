@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 
@@ -126,9 +127,9 @@ def steps(
             if flood:
                 fresh = [key(number + at) for at in range(KEYS_PER_CALL)]
                 number += KEYS_PER_CALL
-                timed("store", lambda fresh=fresh: conn.store(fresh, blocks[width : 2 * width]))
             else:
-                timed("store", lambda: conn.store(known, blocks[width : 2 * width]))
+                fresh = known
+            timed("store", partial(conn.store, fresh, blocks[width : 2 * width]))
             timed("load", lambda: conn.load(known[:4], blocks[: 4 * BLOCKS_PER_CHUNK]))
             timed("lookup", lambda: conn.lookup(base))
             timed("poll", conn.poll)
@@ -153,10 +154,8 @@ def main() -> int:
     rates = []
     with tempfile.TemporaryDirectory(dir=args.root) as root:
         for busy, bound_s in ((False, BOUND_S), (True, BUSY_BOUND_S)):
-            idle, _, _ = steps(os.path.join(root, f"i{busy}"), seconds / 4, busy, flood=False, step_s=args.step_ms / 1e3)
-            samples, rate, dropped = steps(
-                os.path.join(root, f"f{busy}"), seconds, busy, flood=True, step_s=args.step_ms / 1e3
-            )
+            idle, _, _ = steps(f"{root}/i{busy}", seconds / 4, busy, flood=False, step_s=args.step_ms / 1e3)
+            samples, rate, dropped = steps(f"{root}/f{busy}", seconds, busy, flood=True, step_s=args.step_ms / 1e3)
             rates.append((rate, dropped))
             for call in CALLS:
                 p99_s = percentile(samples[call], 0.99)
@@ -173,11 +172,19 @@ def main() -> int:
                         p99_s <= bound_s or args.tiny,
                     )
                 )
-    machine = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    machine = (
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    )
     if args.json:
-        print(json.dumps({"machine": machine, "fs_store_MBps": [r / 1e6 for r, _ in rates], "rows": [asdict(r) for r in rows]}))
+        print(
+            json.dumps(
+                {"machine": machine, "fs_store_MBps": [r / 1e6 for r, _ in rates], "rows": [asdict(r) for r in rows]}
+            )
+        )
     else:
-        print(f"{machine}; fs stores at {rates[0][0] / 1e6:.0f} MB/s, {rates[1][0] / 1e6:.0f} MB/s beside the busy thread")
+        print(
+            f"{machine}; fs stores at {rates[0][0] / 1e6:.0f} MB/s, {rates[1][0] / 1e6:.0f} MB/s beside the busy thread"
+        )
         print(f"{'call':8}{'beside':16}{'calls':>7}{'p50 us':>9}{'p99 us':>9}{'max us':>9}{'idle p99':>10}{'bound':>8}")
         for row in rows:
             print(

@@ -17,10 +17,11 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 from scheduling_path import BLOCKS_PER_CHUNK, key, layout
 
-from kvsluice.connector import OffloadConfig, OffloadConnector, ladder
+from kvsluice.connector import OffloadConfig, OffloadConnector
 from kvsluice.tiers import FileSystemTier
 
 
@@ -55,19 +56,15 @@ def run(slow_s: float, healthy_s: float, delay_s: float, tick_s: float) -> list[
     seconds = []
     chunks = 64
     with tempfile.TemporaryDirectory() as root:
-        original = ladder.FileSystemTier
-        ladder.FileSystemTier = SlowTier
-        try:
-            config = OffloadConfig.from_dict(
-                {
-                    "blocks_per_chunk": BLOCKS_PER_CHUNK,
-                    "staging_bytes": "64MiB",
-                    "tiers": [{"type": "fs", "root_dir": root, "capacity": "512MiB", "max_queue_s": 2.0}],
-                }
-            )
+        config = OffloadConfig.from_dict(
+            {
+                "blocks_per_chunk": BLOCKS_PER_CHUNK,
+                "staging_bytes": "64MiB",
+                "tiers": [{"type": "fs", "root_dir": root, "capacity": "512MiB", "max_queue_s": 2.0}],
+            }
+        )
+        with patch("kvsluice.connector.ladder.FileSystemTier", SlowTier):
             conn = OffloadConnector(config, layout(chunks * BLOCKS_PER_CHUNK))
-        finally:
-            ladder.FileSystemTier = original
         number = asked = stored = dropped = 0
         blocks = list(range(BLOCKS_PER_CHUNK))
         begin = next_line = time.monotonic()

@@ -108,9 +108,9 @@ class Planner:
         if job_id in self._books.ledger.jobs:
             self._books.send(CancelOrder(job_id, spared))
 
-    def fence(self, block_ids: frozenset[int]) -> None:
+    def fence(self, block_ids: frozenset[int], reason: str = reasons.FENCED) -> None:
         """What waits for a slot and would touch these blocks once it had one, never will."""
-        self._shed_where(lambda state: not block_ids.isdisjoint(state.block_ids), reasons.FENCED)
+        self._shed_where(lambda state: not block_ids.isdisjoint(state.block_ids), reason)
 
     def reset(self) -> int:
         """Stop serving everything that is held; see `OffloadConnector.reset`. Returns the reset's id."""

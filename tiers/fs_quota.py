@@ -23,7 +23,7 @@ from typing import Final
 
 from kvsluice.tiers.base import TierUsage, round_up
 from kvsluice.tiers.errors import TierUnavailableError
-from kvsluice.tiers.fs_tree import FanOutFile, fan_out, owner_is_dead, subdirectories, walk_namespace
+from kvsluice.tiers.fs_tree import FanOutFile, fan_out, owner_is_dead, restore_root, subdirectories, walk_namespace
 from kvsluice.tiers.names import file_name
 from kvsluice.tiers.reasons import DISK_FULL, IO_ERROR
 
@@ -119,6 +119,7 @@ class DiskQuota:
         self._label = label
         self._clock = clock
         self._wall_clock = wall_clock
+        self._device = Path(root_dir).stat().st_dev
         self._free_at_start_bytes = _free_of(os.statvfs(root_dir))
         self._capacity_is_default = capacity_bytes is None
         self._capacity_bytes = (
@@ -155,7 +156,11 @@ class DiskQuota:
         """
         wanted = round_up(num_bytes)
         try:
-            status = os.statvfs(self._root_dir)
+            try:
+                status = os.statvfs(self._root_dir)
+            except FileNotFoundError:
+                restore_root(Path(self._root_dir), self._device)
+                status = os.statvfs(self._root_dir)
         except OSError as error:
             raise TierUnavailableError(f"{self._label}: no free space known: {error}", reason=IO_ERROR) from error
         free, reserve = _free_of(status), reserve_of(status)

@@ -6,6 +6,7 @@ Nothing here follows a symlink below the root.
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import itertools
@@ -29,6 +30,7 @@ __all__ = [
     "make_private_directory",
     "make_root",
     "owner_is_dead",
+    "restore_root",
     "subdirectories",
     "temp_name",
     "walk_namespace",
@@ -52,6 +54,24 @@ def fan_out(key: bytes) -> str:
 def allocated_bytes(status: os.stat_result) -> int:
     """What a file takes from the disk; `st_blocks` counts 512-byte units on every Linux file system."""
     return status.st_blocks * 512
+
+
+def restore_root(path: Path, device: int) -> None:
+    """Make a root that was removed under the running tier, on the file system it was on and on no other.
+
+    A root that went because its file system was unmounted must not come back on the disk below.
+
+    Args:
+        path: the root.
+        device: `st_dev` of the root as it was.
+
+    Raises:
+        OSError: it is not made.
+    """
+    parent = next(folder for folder in path.parents if folder.exists())
+    if parent.stat().st_dev != device:
+        raise OSError(errno.ENODEV, f"{parent} is not on the file system that held it", str(path))
+    make_root(path)
 
 
 def make_root(path: Path) -> None:

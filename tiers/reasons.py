@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 __all__ = [
+    "BLOCKS_WANTED",
     "CANCELLED",
     "CHECKSUM",
     "CLOSED",
@@ -40,6 +41,8 @@ QUEUE_FULL: Final = "queue_full"
 """The tier's queue was at its limit."""
 QUEUE_TIMEOUT: Final = "queue_timeout"
 """The store waited longer than `max_queue_s` and was shed before it started."""
+BLOCKS_WANTED: Final = "blocks_wanted"
+"""The store waited for a slot and a request waited for its blocks: the request goes first."""
 CANCELLED: Final = "cancelled"
 """The engine cancelled the job before this chunk started."""
 FENCED: Final = "fenced"

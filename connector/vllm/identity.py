@@ -43,6 +43,10 @@ def check_supported(config: OffloadConfig, vllm_config: VllmConfig, kv_cache_con
             f"the model has {len(groups)} KV-cache groups ({kinds}): models with one group of full attention "
             "are supported"
         )
+    if vllm_config.model_config.enable_sleep_mode:
+        raise ConfigError(
+            "enable_sleep_mode is on: it would take the KV cache away under a running copy, and is not supported"
+        )
     parallel = vllm_config.parallel_config
     if parallel.world_size != 1:
         raise ConfigError(

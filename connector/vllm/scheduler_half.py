@@ -23,6 +23,7 @@ from kvsluice.connector.planner import Planner
 from kvsluice.connector.prober import Prober
 from kvsluice.connector.results import TransferResult
 from kvsluice.connector.vllm.wire import FailedLoad, SluiceStats, StartedLoad, StepOrders, StepReports
+from kvsluice.tiers import reasons
 from kvsluice.tiers.base import Tier
 from kvsluice.tiers.errors import ConfigError
 
@@ -331,7 +332,7 @@ class SchedulerHalf:
         ours = frozenset(block for job in jobs for block in self._held_blocks[job] if blocks[block].ref_cnt == 1)
         if not ours:
             return False
-        self._planner.fence(ours)
+        self._planner.fence(ours, reasons.BLOCKS_WANTED)
         self._release()
         return True
 

@@ -24,7 +24,7 @@ from kvsluice.tiers.errors import (
 )
 from kvsluice.tiers.fs import FileSystemTier
 from kvsluice.tiers.fs_tree import fan_out
-from kvsluice.tiers.reasons import MISSING, OVERSIZE, SHORT
+from kvsluice.tiers.reasons import IO_ERROR, MISSING, OVERSIZE, SHORT
 
 KEY = bytes(range(34))
 NUM_BYTES = 3 * 4096 + 100
@@ -193,9 +193,18 @@ def test_a_root_that_is_removed_under_the_tier_is_made_again(root, tier):
     with pytest.raises(ChunkMissingError):
         tier.load(KEY, aligned(IMAGE), NUM_BYTES)
     assert list(tier.scan()) == []
-    root.mkdir()
     assert tier.store(KEY, aligned(IMAGE), NUM_BYTES) == NUM_BYTES
     assert tier.held_prefix([KEY]) == 1
+    assert root.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_root_whose_filesystem_is_gone_is_not_made_on_the_one_below(root, tier, monkeypatch):
+    root.rename(root.with_name("gone"))
+    monkeypatch.setattr(tier.quota, "_device", root.parent.stat().st_dev + 1)
+    with pytest.raises(TierUnavailableError, match="not on the file system that held it") as caught:
+        tier.store(KEY, aligned(IMAGE), NUM_BYTES)
+    assert caught.value.reason == IO_ERROR
+    assert not root.exists()
 
 
 @pytest.mark.parametrize(
