@@ -144,6 +144,14 @@ class Ledger:
             )
         )
 
+    def spoil_loads(self, reason: str) -> None:
+        """Whatever was loaded and not yet told of must not be used: open jobs and results that nobody took."""
+        for job in self.jobs.values():
+            if job.kind == "load":
+                # A part that is still undecided overwrites its entry.
+                job.outcome = [known or reason for known in job.outcome]
+        self._results = deque(result.spoiled(reason) if result.kind == "load" else result for result in self._results)
+
     def take_results(self) -> list[TransferResult]:
         taken = list(self._results)
         self._results.clear()

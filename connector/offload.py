@@ -28,6 +28,7 @@ from kvsluice.connector.prober import Prober
 from kvsluice.connector.region import PinnedRegion
 from kvsluice.connector.results import Lookup, OffloadStats, TransferResult
 from kvsluice.connector.worker import RankWorker
+from kvsluice.tiers import reasons
 from kvsluice.tiers.errors import ClosedError
 
 __all__ = ["OffloadConnector"]
@@ -241,6 +242,10 @@ class OffloadConnector:
         """
         self._check_open(0)
         self._planner.reset()
+        self._ready = {
+            job: result.spoiled(reasons.RESET) if result.kind == "load" else result
+            for job, result in self._ready.items()
+        }
         end_s = self._clock() + timeout_s
         self._send()
         while (outcome := self._planner.reset_outcome()) is None and self._clock() < end_s:

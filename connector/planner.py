@@ -117,6 +117,7 @@ class Planner:
         books = self._books
         books.generation += 1
         books.slots.forget_all()
+        books.ledger.spoil_loads(reasons.RESET)
         self._shed_where(lambda state: True, reasons.RESET)
         self._stores.forget_under_way()
         self._lookups.forget()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from kvsluice.tiers.slots import SlotUsage
@@ -51,6 +51,11 @@ class TransferResult:
     queue_s: float
     tier_s: float
     total_s: float
+
+    def spoiled(self, reason: str) -> TransferResult:
+        """The same, with every key that was done failed for `reason`."""
+        failed = {**self.failed, **dict.fromkeys(self.done_keys, reason)}
+        return replace(self, done_keys=(), failed=failed)
 
 
 @dataclass(frozen=True, slots=True)
