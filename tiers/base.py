@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
+from kvsluice.tiers.errors import ClosedError
+
 __all__ = ["ALIGNMENT_BYTES", "MAX_STORED_KEY_BYTES", "Tier", "TierUsage", "round_up"]
 
 ALIGNMENT_BYTES: Final = 4096
@@ -52,6 +54,7 @@ class Tier(abc.ABC):
     def __init__(self, name: str) -> None:
         self.name = name
         """What errors, metrics and reports call this tier; unique within a ladder."""
+        self._closed = False
 
     @abc.abstractmethod
     def store(self, key: bytes, buffer: memoryview, num_bytes: int) -> int:
@@ -124,5 +127,17 @@ class Tier(abc.ABC):
         """A frozen snapshot of what the tier knows about its own use; never does I/O."""
         return TierUsage()
 
-    def close(self) -> None:  # noqa: B027 - a tier in memory has nothing to give back
+    def close(self) -> None:
         """Give back threads, descriptors and connections. Idempotent; the chunks stay."""
+        self._closed = True
+
+    def _check_open(self) -> None:
+        """Raise `ClosedError` after `close`; for a tier's own methods."""
+        if self._closed:
+            raise ClosedError(f"tier {self.name!r} is closed")
+
+    def _check_image(self, buffer: memoryview, num_bytes: int) -> None:
+        """The same, and `ValueError` for an image that does not lie in its buffer."""
+        self._check_open()
+        if not 0 < num_bytes <= buffer.nbytes:
+            raise ValueError(f"tier {self.name!r}: num_bytes is {num_bytes}, the buffer has {buffer.nbytes}")

@@ -13,7 +13,7 @@ from typing import ClassVar, Final
 
 from kvsluice.tiers.base import Tier, TierUsage
 from kvsluice.tiers.directio import DirectMode, ImageIO
-from kvsluice.tiers.errors import ChunkDamagedError, ChunkMissingError, ClosedError, ConfigError, TierUnavailableError
+from kvsluice.tiers.errors import ChunkDamagedError, ChunkMissingError, ConfigError, TierUnavailableError
 from kvsluice.tiers.fs_quota import DiskQuota
 from kvsluice.tiers.fs_tree import (
     allocated_bytes,
@@ -87,7 +87,6 @@ class FileSystemTier(Tier):
             raise ConfigError(f"direct_io is {direct_io!r}: give 'auto', 'on' or 'off'")
         self._namespace_dir = f"{root}/{namespace}"
         self._fan_outs: set[str] = set()
-        self._closed = False
         self._can_link = True
         try:
             make_private_directory(self._namespace_dir)
@@ -341,17 +340,11 @@ class FileSystemTier(Tier):
         return self.quota.usage()
 
     def close(self) -> None:
-        self._closed = True
+        super().close()
         self.quota.close()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError(f"tier {self.name!r} is closed")
-
     def _enter(self, key: bytes, buffer: memoryview, num_bytes: int) -> str:
-        self._check_open()
-        if not 0 < num_bytes <= buffer.nbytes:
-            raise ValueError(f"num_bytes is {num_bytes}, the buffer has {buffer.nbytes}")
+        self._check_image(buffer, num_bytes)
         return self.path_of(key)
 
     def _folder_is_real(self, folder: str) -> bool:

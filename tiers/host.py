@@ -15,7 +15,7 @@ from typing import ClassVar, Final
 
 from kvsluice.tiers import reasons
 from kvsluice.tiers.base import Tier, TierUsage, round_up
-from kvsluice.tiers.errors import ChunkDamagedError, ChunkMissingError, ClosedError, ConfigError, TierUnavailableError
+from kvsluice.tiers.errors import ChunkDamagedError, ChunkMissingError, ConfigError, TierUnavailableError
 from kvsluice.tiers.slots import SlotTable
 
 __all__ = ["HostTier"]
@@ -49,13 +49,12 @@ class HostTier(Tier):
         self._evicted: deque[bytes] = deque(maxlen=_MAX_EVICTED_TOLD)
         self._table = SlotTable(num_slots, num_slots, on_evict=self._evicted.append)
         self._num_bytes = [0] * num_slots
-        self._closed = False
 
     def store(self, key: bytes, buffer: memoryview, num_bytes: int) -> int:
         if num_bytes > self._slot_bytes:
             raise ValueError(f"tier {self.name}: an image of {num_bytes} bytes, slots have {self._slot_bytes}")
+        self._check_image(buffer, num_bytes)
         with self._lock:
-            self._check_open()
             if key in self._table:
                 return 0
             slot = self._table.acquire()
@@ -76,8 +75,8 @@ class HostTier(Tier):
         return num_bytes if kept else 0
 
     def load(self, key: bytes, buffer: memoryview, num_bytes: int) -> int:
+        self._check_image(buffer, num_bytes)
         with self._lock:
-            self._check_open()
             slot = self._table.find(key)
             if slot is None:
                 raise ChunkMissingError(f"tier {self.name}: no chunk {key.hex()}", reason=reasons.MISSING)
@@ -96,14 +95,17 @@ class HostTier(Tier):
         return num_bytes
 
     def held_prefix(self, keys: Sequence[bytes]) -> int:
+        self._check_open()
         with self._lock:
             return next((at for at, key in enumerate(keys) if key not in self._table), len(keys))
 
     def delete(self, key: bytes) -> bool:
+        self._check_open()
         with self._lock:
             return self._table.forget(key)
 
     def scan(self) -> Iterator[bytes]:
+        self._check_open()
         with self._lock:
             return iter(self._table.keys())
 
@@ -122,14 +124,6 @@ class HostTier(Tier):
             capacity_bytes=use.total * self._slot_bytes,
             evicted_chunks=use.evicted,
         )
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError(f"tier {self.name} is closed")
 
     def _slot(self, slot: int) -> memoryview:
         return self._memory[slot * self._slot_bytes : (slot + 1) * self._slot_bytes]

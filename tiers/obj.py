@@ -12,7 +12,6 @@ from kvsluice.tiers.base import Tier
 from kvsluice.tiers.errors import (
     ChunkDamagedError,
     ChunkMissingError,
-    ClosedError,
     ConfigError,
     TierUnavailableError,
 )
@@ -101,7 +100,6 @@ class ObjectTier(Tier):
         self._lock = threading.Lock()
         self._failures: Counter[str] = Counter()
         self._conditional_put = True
-        self._closed = False
         self._client: S3Client = make_client(
             endpoint_url=endpoint_url,
             region=region,
@@ -298,17 +296,11 @@ class ObjectTier(Tier):
 
     def close(self) -> None:
         if not self._closed:
-            self._closed = True
+            super().close()
             self._client.close()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError(f"tier {self.name!r} is closed")
-
     def _enter(self, key: bytes, buffer: memoryview, num_bytes: int) -> str:
-        self._check_open()
-        if not 0 < num_bytes <= buffer.nbytes:
-            raise ValueError(f"num_bytes is {num_bytes}, the buffer has {buffer.nbytes}")
+        self._check_image(buffer, num_bytes)
         return self.object_key(key)
 
     def _unavailable(self, action: str, object_key: str, failure: ObjectFailure) -> TierUnavailableError:
