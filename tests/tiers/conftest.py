@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
+from pathlib import Path
 
 import pytest
 
 from kvsluice.tiers import directio
+from kvsluice.tiers.fs import FileSystemTier
 
 _bucket_numbers = count()
 
@@ -192,3 +194,17 @@ def flags(monkeypatch):
     on: dict[int, bool] = {}
     monkeypatch.setattr(directio, "set_direct", on.__setitem__)
     return on
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "kv"
+
+
+@pytest.fixture
+def tier(root: Path) -> Iterator[FileSystemTier]:
+    """A tier whose background work is done, so that faults hit the calls under test alone."""
+    tier = FileSystemTier(root, namespace="ab12")
+    assert tier.quota.wait_idle(30)
+    yield tier
+    tier.close()

@@ -6,6 +6,7 @@ import itertools
 import math
 
 import pytest
+from gates import FAST, HIGH, SLOW, Clock, answers, complete, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,23 +15,10 @@ from kvsluice.tiers.backpressure import (
     BackpressurePolicy,
     DropAccountingPolicy,
     DropStorePolicy,
-    EMABackpressureDetector,
     SupportsSeverity,
     ThrottledDropPolicy,
 )
 from kvsluice.tiers.errors import ConfigError
-
-MIB = 1 << 20
-HIGH, LOW = 0.010, 0.002
-FAST, MIDDLE, SLOW = 0.001, 0.005, 0.100
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class YesNoDetector(BackpressureDetector):
@@ -65,20 +53,6 @@ class DegreeDetector(YesNoDetector):
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
-
-
-def make(clock: Clock, **kwargs) -> EMABackpressureDetector:
-    arguments = {"high_water_s": HIGH, "low_water_s": LOW, "warmup_completions": 0, "alpha": 1.0} | kwargs
-    return EMABackpressureDetector(clock=clock, **arguments)
-
-
-def complete(detector: BackpressureDetector, s_per_mib: float, times: int = 1) -> None:
-    for _ in range(times):
-        detector.on_store_completed(s_per_mib * 2, 2 * MIB)
-
-
-def answers(detector: BackpressureDetector, times: int) -> list[bool]:
-    return [detector.should_store(1) for _ in range(times)]
 
 
 # The detector's contract.

@@ -5,40 +5,15 @@ from __future__ import annotations
 import math
 
 import pytest
+from gates import FAST, HIGH, LOW, MIB, MIDDLE, SLOW, Clock, answers, complete, make
 
-from kvsluice.tiers.backpressure import BackpressureDetector, DropStorePolicy, EMABackpressureDetector
+from kvsluice.tiers.backpressure import DropStorePolicy, EMABackpressureDetector
 from kvsluice.tiers.errors import ConfigError
-
-MIB = 1 << 20
-HIGH, LOW = 0.010, 0.002
-FAST, MIDDLE, SLOW = 0.001, 0.005, 0.100
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
-
-
-def make(clock: Clock, **kwargs) -> EMABackpressureDetector:
-    arguments = {"high_water_s": HIGH, "low_water_s": LOW, "warmup_completions": 0, "alpha": 1.0} | kwargs
-    return EMABackpressureDetector(clock=clock, **arguments)
-
-
-def complete(detector: BackpressureDetector, s_per_mib: float, times: int = 1) -> None:
-    for _ in range(times):
-        detector.on_store_completed(s_per_mib * 2, 2 * MIB)
-
-
-def answers(detector: BackpressureDetector, times: int) -> list[bool]:
-    return [detector.should_store(1) for _ in range(times)]
 
 
 # Presets and validation.

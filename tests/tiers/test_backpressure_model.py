@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from gates import FAST, HIGH, LOW, MIDDLE, SLOW, Clock, complete
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsluice.tiers.backpressure import DropStorePolicy, EMABackpressureDetector
-
-MIB = 1 << 20
-HIGH, LOW = 0.010, 0.002
-FAST, MIDDLE, SLOW = 0.001, 0.005, 0.100
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def complete(detector: EMABackpressureDetector, s_per_mib: float) -> None:
-    detector.on_store_completed(s_per_mib * 2, 2 * MIB)
 
 
 class Table:

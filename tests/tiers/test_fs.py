@@ -10,10 +10,10 @@ import stat
 from pathlib import Path
 
 import pytest
+from fs_images import BUFFERS, IMAGE, KEY, NUM_BYTES, aligned, files_below
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvsluice.tiers.base import round_up
 from kvsluice.tiers.check import check_tier
 from kvsluice.tiers.errors import (
     ChunkDamagedError,
@@ -25,41 +25,6 @@ from kvsluice.tiers.errors import (
 from kvsluice.tiers.fs import FileSystemTier
 from kvsluice.tiers.fs_tree import fan_out
 from kvsluice.tiers.reasons import IO_ERROR, MISSING, OVERSIZE, SHORT
-
-KEY = bytes(range(34))
-NUM_BYTES = 3 * 4096 + 100
-IMAGE = (bytes(range(256)) * 64)[:NUM_BYTES]
-
-
-def aligned(image: bytes, room_bytes: int | None = None) -> memoryview:
-    buffer = memoryview(mmap.mmap(-1, round_up(room_bytes or len(image))))
-    buffer[: len(image)] = image
-    return buffer
-
-
-def unaligned(image: bytes) -> memoryview:
-    return aligned(b"\0" + image, len(image) + 1)[1 : 1 + len(image)]
-
-
-BUFFERS = {"aligned": aligned, "unaligned": unaligned}
-
-
-@pytest.fixture
-def root(tmp_path):
-    return tmp_path / "kv"
-
-
-@pytest.fixture
-def tier(root):
-    """A tier whose background work is done, so that faults hit the calls under test alone."""
-    tier = FileSystemTier(root, namespace="ab12")
-    assert tier.quota.wait_idle(30)
-    yield tier
-    tier.close()
-
-
-def files_below(root: Path) -> list[Path]:
-    return sorted(path for path in root.rglob("*") if not path.is_dir() or path.is_symlink())
 
 
 @pytest.mark.parametrize("direct_io", ["auto", "off"])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 from pathlib import Path
 
 import pytest
+from fs_images import BUFFERS, IMAGE, KEY, NUM_BYTES, aligned, files_below, unaligned
 
 from kvsluice.tiers import directio
-from kvsluice.tiers.base import round_up
 from kvsluice.tiers.directio import address_is_aligned, read_image, write_image
 from kvsluice.tiers.errors import (
     ConfigError,
@@ -18,41 +17,6 @@ from kvsluice.tiers.errors import (
 )
 from kvsluice.tiers.fs import FileSystemTier
 from kvsluice.tiers.reasons import DISK_FULL, IO_ERROR
-
-KEY = bytes(range(34))
-NUM_BYTES = 3 * 4096 + 100
-IMAGE = (bytes(range(256)) * 64)[:NUM_BYTES]
-
-
-def aligned(image: bytes, room_bytes: int | None = None) -> memoryview:
-    buffer = memoryview(mmap.mmap(-1, round_up(room_bytes or len(image))))
-    buffer[: len(image)] = image
-    return buffer
-
-
-def unaligned(image: bytes) -> memoryview:
-    return aligned(b"\0" + image, len(image) + 1)[1 : 1 + len(image)]
-
-
-BUFFERS = {"aligned": aligned, "unaligned": unaligned}
-
-
-@pytest.fixture
-def root(tmp_path):
-    return tmp_path / "kv"
-
-
-@pytest.fixture
-def tier(root):
-    """A tier whose background work is done, so that faults hit the calls under test alone."""
-    tier = FileSystemTier(root, namespace="ab12")
-    assert tier.quota.wait_idle(30)
-    yield tier
-    tier.close()
-
-
-def files_below(root: Path) -> list[Path]:
-    return sorted(path for path in root.rglob("*") if not path.is_dir() or path.is_symlink())
 
 
 def open_descriptors() -> int:
