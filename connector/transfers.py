@@ -262,6 +262,11 @@ class LoadTransfer(_Transfer):
                 self._remove_damaged(tier, key)
             self._miss(tier, error.reason)
             return
+        if shared.clock() >= self.deadline_s:
+            # Nobody may have polled since: late is late all the same.
+            self._misses.append((tier, reasons.DEADLINE))
+            self._give_up(reasons.DEADLINE)
+            return
         self._served_by = tier
         shared.copier.put([self])
 

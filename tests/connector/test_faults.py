@@ -237,6 +237,25 @@ def test_a_late_chunk_is_a_miss_at_its_deadline_and_never_reaches_its_blocks(ben
     assert connector.stats().pool.held == 0
 
 
+def test_a_chunk_that_comes_late_is_a_miss_although_nobody_polled_since(bench, cache, keys):
+    clock = Clock()
+    fs = bench.double("fs")
+    connector = bench.connect("fs", clock=clock)
+    connector.wait([connector.store(keys[:1], blocks_of(0))], WAIT_S)
+    cache.blank()
+    hold = fs.hold("load")
+    job = connector.load(keys[:1], blocks_of(5), deadline_s=2.0)
+    hold.wait_for()
+    clock.advance(2.0)
+    hold.open()
+    # The tier's own thread has to see that it is late: the worker's report alone is awaited here.
+    worker = connector._worker  # noqa: SLF001 - polling would decide it first
+    transfer = worker._by_job[job][0]  # noqa: SLF001 - as above
+    until(lambda: None, lambda: transfer.decided)
+    assert one(connector.poll()).failed == {keys[0]: reasons.DEADLINE}
+    assert cache.is_blank(range(32))
+
+
 def test_a_store_that_waits_too_long_in_the_queue_is_shed_and_a_running_one_is_finished(bench, keys):
     clock = Clock()
     fs = bench.double("fs")
