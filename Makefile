@@ -1,5 +1,5 @@
 # Every command sets up what it needs on its first run (scripts/setup.sh) and is instant to start after that.
-# ARGS is passed on, as in:  make demo ARGS="--endpoint-url https://s3.example --bucket kv"
+# ARGS is passed on, as in:  make demo ARGS="--endpoint-url https://s3.example --bucket kv-cache"
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from demo_engine import SIZES, Size, Spec, distinct_chunks, expected_hit
 from demo_process import EngineProcess, StageError, StageResult
-from demo_store import break_file, break_object, local_store, open_bucket
+from demo_store import StoreError, break_file, break_object, local_store, open_bucket
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         with ExitStack() as stack:
             work_dir = args.work_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvsluice-demo-")))
             results = run_stages(args.size, args.endpoint_url, args.bucket, args.broken, work_dir, console, stack)
-    except StageError as error:
+    except (StageError, StoreError) as error:
         console.print(f"[red]{error}[/red]", highlight=False, soft_wrap=True)
         return 1
     size = SIZES[args.size]

@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
 
-__all__ = ["break_file", "break_object", "local_store", "open_bucket"]
+__all__ = ["StoreError", "break_file", "break_object", "local_store", "open_bucket"]
+
+
+class StoreError(Exception):
+    """The bucket cannot be had; the message names it, its endpoint and what the server said."""
 
 
 @contextmanager
@@ -37,11 +41,11 @@ def open_bucket(endpoint_url: str, bucket: str, prefix: str, environment: Mappin
     """A client, with `bucket` there; what lies under `prefix` is deleted at the end.
 
     Raises:
-        botocore.exceptions.ClientError: the server refuses; 404 alone is answered by making the bucket.
+        StoreError: the server refuses or is not there; 404 alone is answered by making the bucket.
     """
     import boto3
     from botocore.config import Config
-    from botocore.exceptions import ClientError
+    from botocore.exceptions import BotoCoreError, ClientError
 
     client = boto3.client(
         "s3",
@@ -57,8 +61,13 @@ def open_bucket(endpoint_url: str, bucket: str, prefix: str, environment: Mappin
             client.head_bucket(Bucket=bucket)
         except ClientError as error:
             if error.response["ResponseMetadata"]["HTTPStatusCode"] != 404:
-                raise
-            client.create_bucket(Bucket=bucket)
+                raise StoreError(f"bucket {bucket!r} at {endpoint_url} cannot be used: {error}") from error
+            try:
+                client.create_bucket(Bucket=bucket)
+            except ClientError as refusal:
+                raise StoreError(f"bucket {bucket!r} at {endpoint_url} cannot be made: {refusal}") from refusal
+        except BotoCoreError as error:
+            raise StoreError(f"bucket {bucket!r} at {endpoint_url} cannot be reached: {error}") from error
         yield client
         for key in _keys(client, bucket, prefix):
             client.delete_object(Bucket=bucket, Key=key)

@@ -122,3 +122,15 @@ def test_a_silent_engine_process_is_given_up(tmp_path: Path) -> None:
     spec = demo.Spec("tiny", "cold", str(tmp_path / "fs"), "bucket", "http://127.0.0.1:1", "prefix")
     with EngineProcess(spec, {}, tmp_path / "log") as process, pytest.raises(StageError, match="said nothing for 0"):
         process.run(0, lambda note, done: None)
+
+
+def test_a_store_that_cannot_be_used_is_one_line_that_names_bucket_and_endpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "demo")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "demo-secret")
+    assert run_demo(tmp_path, "--endpoint-url", "http://127.0.0.1:1", "--bucket", "kv-cache") == 1
+    shown = capsys.readouterr().out
+    assert "bucket 'kv-cache' at http://127.0.0.1:1 cannot be reached" in shown
+    assert "Traceback" not in shown
+    assert "demo-secret" not in shown
