@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from kvsluice.tiers.fs import FileSystemTier
 from kvsluice.tiers.obj import ObjectTier
 
 __all__ = ["Geometry", "build_tiers", "chunk_format", "geometry_for", "namespace_for", "planned_tiers", "worker_tiers"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,8 @@ class Geometry:
 
 def namespace_for(config: OffloadConfig, layout: KVLayout, model: ModelIdentity | None) -> Namespace:
     """The namespace of `layout` under `config`; the configuration's model wins over the engine's."""
+    if model is None and config.model is None:
+        _log.warning("no model is named: two models of equal KV shape would share chunks under equal keys; set 'model'")
     if model is None:
         model = ModelIdentity(name=config.model or "unnamed", kv_dtype=",".join(sorted(set(layout.dtypes.values()))))
     blocks_per_chunk = config.blocks_per_chunk_for(layout.tokens_per_block)

@@ -103,6 +103,8 @@ class KVLayout:
             raise LayoutError(f"tokens_per_block must be an integer of at least 1, got {tokens_per_block!r}")
         if num_blocks is not None and num_blocks < 1:
             raise LayoutError(f"num_blocks must be at least 1, got {num_blocks}")
+        if not isinstance(kv_caches, Mapping):
+            raise LayoutError(f"kv_caches must map layer names to tensors, got {type(kv_caches).__name__}")
         if not kv_caches:
             raise LayoutError("kv_caches is empty: there is nothing to copy")
         if isinstance(block_dim, Mapping) and (unknown := sorted(set(block_dim) - set(kv_caches))):

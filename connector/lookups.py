@@ -81,12 +81,13 @@ class Lookups:
                 continue
             if answer.error is not None:
                 account.missed["lookup_failed"] += 1
-                account.index.remove(answer.keys[0], now_s)
-                continue
             for key in answer.keys[: answer.held]:
                 account.index.add(key)
-            if answer.held < len(answer.keys):
-                account.index.remove(answer.keys[answer.held], now_s)
+            # A key that became held while the question was under way (a store of ours ended) stays so: the
+            # answer is the older of the two, and a load finds out.
+            unheld = answer.keys[answer.held : answer.held + 1]
+            if unheld and not account.index.holds(unheld[0]):
+                account.index.remove(unheld[0], now_s)
 
     def forget(self) -> None:
         """After a reset: an answer to a question from before it is worth nothing."""

@@ -59,6 +59,7 @@ class OffloadConnector:
         clock: seconds, monotonic.
 
     Raises:
+        TypeError: `config` or `layout` is something else.
         ConfigError: something in `config` cannot be used: a directory that cannot be written, a bucket
             that does not exist, a size that holds no chunk. Nothing is left running.
     """
@@ -72,6 +73,11 @@ class OffloadConnector:
         device: Device | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        if not isinstance(config, OffloadConfig) or not isinstance(layout, KVLayout):
+            raise TypeError(
+                f"OffloadConnector takes an OffloadConfig and a KVLayout, got {type(config).__name__} and "
+                f"{type(layout).__name__}; OffloadConfig.from_dict makes the one, KVLayout.from_tensors the other"
+            )
         self._clock = clock
         namespace = namespace_for(config, layout, model)
         fmt = chunk_format(config, layout, namespace)

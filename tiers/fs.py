@@ -105,7 +105,9 @@ class FileSystemTier(Tier):
         try:
             make_root(root)
         except (FileExistsError, NotADirectoryError) as error:
-            raise ConfigError(f"root_dir {str(root)!r} is not a directory, or lies below a file") from error
+            raise ConfigError(
+                f"root_dir {str(root)!r} is not a directory, or lies below a file: name a directory"
+            ) from error
         except OSError as error:
             raise ConfigError(f"root_dir {str(root)!r} cannot be made: {error}") from error
         return str(root)

@@ -607,3 +607,28 @@ def test_close_with_a_hung_lookup_is_bounded(bench, keys):
     assert connector.lookup(keys[:1]).pending
     hold.wait_for()
     assert connector.close(timeout_s=0.2) == ["kvsluice-lookup-fs"]
+
+
+def test_a_lookup_that_was_under_way_while_its_keys_were_stored_does_not_unmake_them(bench, keys):
+    fs = bench.double("fs")
+    connector = bench.connect("fs", negative_ttl_s=1000.0)
+    asked = []
+    real = fs.held_prefix
+
+    def answer_from_before(names):
+        answer = real(names)
+        asked.append(answer)
+        return answer
+
+    bench.monkeypatch.setattr(fs, "held_prefix", answer_from_before)
+    assert connector.lookup(keys[:2]).pending
+    until(lambda: None, lambda: bool(asked))
+    assert asked == [0]
+    connector.wait([connector.store(keys[:2], blocks_of(0, 1))], 20.0)
+    assert connector.lookup(keys[:2]) == Lookup(2, False)
+    assert connector.lookup(keys[:2]) == Lookup(2, False)
+
+
+def test_what_is_no_configuration_and_no_layout_is_named(cache):
+    with pytest.raises(TypeError, match="got dict and KVLayout"):
+        OffloadConnector({}, cache.layout)
