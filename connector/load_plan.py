@@ -187,6 +187,11 @@ class LoadPlan:
         if state.reason is None:
             # Nobody reads any more; what a late reader still has, it keeps until it has ended.
             self.uncharge(state)
+        else:
+            # A source that hangs keeps the slot in its share; those that would have come after it are not asked.
+            for at in list(state.charged)[1:]:
+                del state.charged[at]
+                books.tiers[at].slots_in_loads -= 1
         if state.generation != books.generation:
             state.reason = reasons.RESET
         if state.reason is None:

@@ -206,6 +206,9 @@ class StorePlan:
                 self._books.ledger.decide(job, part, reasons.CANCELLED, now_s)
             if leader.job is job and leader.followers:
                 spared.append(leader.part)
+            elif leader.job is job:
+                # It may be shed any moment: a later store of the key must not share its fate.
+                del self._under_way[leader.key]
         return tuple(spared)
 
     def forget_under_way(self) -> None:

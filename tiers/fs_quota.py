@@ -10,6 +10,7 @@ so that what an older model left behind is reclaimed too.
 
 from __future__ import annotations
 
+import errno
 import heapq
 import logging
 import os
@@ -157,10 +158,13 @@ class DiskQuota:
         wanted = round_up(num_bytes)
         try:
             try:
-                status = os.statvfs(self._root_dir)
+                device = Path(self._root_dir).stat().st_dev
             except FileNotFoundError:
                 restore_root(Path(self._root_dir), self._device)
-                status = os.statvfs(self._root_dir)
+                device = self._device
+            if device != self._device:
+                raise OSError(errno.ENODEV, "another file system lies there now; was it unmounted?", self._root_dir)
+            status = os.statvfs(self._root_dir)
         except OSError as error:
             raise TierUnavailableError(f"{self._label}: no free space known: {error}", reason=IO_ERROR) from error
         free, reserve = _free_of(status), reserve_of(status)

@@ -70,7 +70,8 @@ def model_identity(config: OffloadConfig, vllm_config: VllmConfig) -> ModelIdent
     kv_dtype = cache.cache_dtype if cache.cache_dtype != "auto" else str(model.dtype)
     return ModelIdentity(
         name=config.model or model.model,
-        revision=config.model_revision or model.revision,
+        # A hub model without a pinned revision: the commit that its configuration was loaded from.
+        revision=config.model_revision or model.revision or getattr(model.hf_config, "_commit_hash", None),
         weights_digest=weights_digest(model.model),
         attention_facts=_attention_facts(model.hf_text_config.to_dict()),
         kv_dtype=kv_dtype,
