@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from bench import SLOT_BYTES, Cache, blocks_of, one, sluice_threads
+from bench import SLOT_BYTES, Cache, blocks_of, make_key, one, sluice_threads
 from doubles import Clock, Hold, PickledConnector, until
 
 from kvsluice.connector import KVLayout, Lookup, OffloadConfig, OffloadConnector, worker
@@ -632,3 +632,14 @@ def test_a_lookup_that_was_under_way_while_its_keys_were_stored_does_not_unmake_
 def test_what_is_no_configuration_and_no_layout_is_named(cache):
     with pytest.raises(TypeError, match="got dict and KVLayout"):
         OffloadConnector({}, cache.layout)
+
+
+def test_a_burst_of_evictions_does_not_hold_up_a_transfers_report(bench):
+    fs = bench.double("fs")
+    connector = bench.connect("fs")
+    fs.evicted = [make_key(number) + bytes(4) for number in range(10 * worker.MAX_EVENTS_PER_REPORT)]
+    job = connector.store([make_key(-1)], blocks_of(0))
+    (result,) = connector.wait([job], timeout_s=20)
+    assert result.failed == {}
+    report = connector._worker.collect()  # noqa: SLF001 - how much one report holds is seen only here
+    assert len(report.events) <= worker.MAX_EVENTS_PER_REPORT

@@ -768,3 +768,30 @@ def test_an_index_forgets_what_it_has_known_longest_and_stays_bounded():
     assert len(index) == 0
     assert [index.lacks(key, 4.9) for key in KEYS[:5]] == [False, False, False, True, True]
     assert not index.lacks(KEYS[4], 5.0)
+
+
+def test_loads_that_hang_in_one_tier_leave_the_others_share_alone():
+    bench = Bench("fs", "obj", slots=9)
+    for key in KEYS[:3]:
+        # Nothing is known of the keys, so both tiers are sources; the first one hangs.
+        bench.planner.load([key], [0, 1], 1.0)
+    for order in bench.orders():
+        hung = Loaded(order.job_id, 0, -1, reasons.DEADLINE, 0, 0.0, 0.0, 0.0, ((0, reasons.DEADLINE),))
+        bench.report(hung)
+    bench.planner.load([KEYS[3]], [2, 3], 1.0)
+    bench.planner.load([KEYS[0]], [4, 5], 1.0)
+    sources = [part.sources for order in bench.orders() for part in order.parts]
+    assert sources == [(1,)], "what the live tier can serve is sent to it"
+
+
+def test_a_store_after_a_cancelled_one_of_its_key_does_not_share_its_fate():
+    bench = Bench("fs")
+    first = bench.planner.store(KEYS[:1], [0, 1])
+    bench.planner.cancel(first)
+    second = bench.planner.store(KEYS[:1], [2, 3])
+    orders = [order for order in bench.orders() if hasattr(order, "parts")]
+    assert [order.job_id for order in orders] == [first, second]
+    bench.finish_store(orders[0], reasons.CANCELLED)
+    bench.finish_store(orders[1])
+    failed = {result.job_id: dict(result.failed) for result in bench.planner.take_results()}
+    assert failed == {first: {KEYS[0]: reasons.CANCELLED}, second: {}}

@@ -172,6 +172,14 @@ def test_a_root_whose_filesystem_is_gone_is_not_made_on_the_one_below(root, tier
     assert not root.exists()
 
 
+def test_a_root_that_lies_on_another_filesystem_now_takes_no_stores(tier, monkeypatch):
+    monkeypatch.setattr(tier.quota, "_device", -1)
+    with pytest.raises(TierUnavailableError, match="was it unmounted") as caught:
+        tier.store(KEY, aligned(IMAGE), NUM_BYTES)
+    assert caught.value.reason == IO_ERROR
+    assert tier.held_prefix([KEY]) == 0
+
+
 @pytest.mark.parametrize(
     ("held_bytes", "reason"),
     [(0, SHORT), (1, SHORT), (NUM_BYTES - 1, SHORT), (NUM_BYTES + 1, OVERSIZE), (16384, OVERSIZE)],
