@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from kvsluice.connector.account import PlannedTier
 from kvsluice.connector.books import PlannerSettings
 from kvsluice.connector.config import AnyTierConfig, FsTierConfig, HostTierConfig, ObjTierConfig, OffloadConfig
 from kvsluice.connector.layout import KVLayout
-from kvsluice.connector.namespace import Fact, ModelIdentity, Namespace
+from kvsluice.connector.namespace import Fact, ModelIdentity, Namespace, weights_digest
 from kvsluice.connector.worker import WorkerTier
 from kvsluice.tiers.backpressure import build_gate
 from kvsluice.tiers.base import Tier
@@ -63,11 +63,14 @@ class Geometry:
 
 
 def namespace_for(config: OffloadConfig, layout: KVLayout, model: ModelIdentity | None) -> Namespace:
-    """The namespace of `layout` under `config`; the configuration's model wins over the engine's."""
-    if model is None and config.model is None:
-        _log.warning("no model is named: two models of equal KV shape would share chunks under equal keys; set 'model'")
+    """The namespace of `layout` under `config`; the configuration's model and revision win over the engine's.
+
+    Raises:
+        ConfigError: the weights of a model that is a local folder could not be read.
+    """
     if model is None:
-        model = ModelIdentity(name=config.model or "unnamed", kv_dtype=",".join(sorted(set(layout.dtypes.values()))))
+        model = _model_of(config, layout)
+    model = replace(model, name=config.model or model.name, revision=config.model_revision or model.revision)
     blocks_per_chunk = config.blocks_per_chunk_for(layout.tokens_per_block)
     return Namespace.build(
         layout_facts=cast("dict[str, Fact]", layout.facts()),
@@ -77,6 +80,21 @@ def namespace_for(config: OffloadConfig, layout: KVLayout, model: ModelIdentity 
         salt=config.salt.get_secret_value() if config.salt is not None else None,
         weights_version=config.weights_version,
         format_version=FORMAT_VERSION,
+    )
+
+
+def _model_of(config: OffloadConfig, layout: KVLayout) -> ModelIdentity:
+    """What the configuration alone says about the model."""
+    if config.model is None:
+        _log.warning("no model is named: two models of equal KV shape would share chunks under equal keys; set 'model'")
+    try:
+        weights = weights_digest(config.model) if config.model is not None else None
+    except OSError as error:
+        raise ConfigError(f"model {config.model!r}: its weights cannot be read: {error}") from error
+    return ModelIdentity(
+        name=config.model or "unnamed",
+        weights_digest=weights,
+        kv_dtype=",".join(sorted(set(layout.dtypes.values()))),
     )
 
 

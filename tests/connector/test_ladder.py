@@ -93,6 +93,7 @@ def test_tiers_opened_before_one_that_fails_are_closed_again(monkeypatch):
         ({}, {"weights_version": 2}),
         ({"model": "a"}, {"model": "b"}),
         ({}, {"blocks_per_chunk": 4}),
+        ({"model": "m", "model_revision": "1"}, {"model": "m", "model_revision": "2"}),
     ],
 )
 def test_what_changes_the_bytes_under_a_key_changes_the_namespace(one_config, other_config):
@@ -114,6 +115,34 @@ def test_an_engines_model_tells_namespaces_apart():
         for name in ("a", "b")
     }
     assert len(made) == 2
+
+
+def namespace_of(engines: ModelIdentity | None = None, **options: object) -> str:
+    return ladder.namespace_for(config_of(HOST, **options), Cache().layout, engines).digest
+
+
+def test_a_configured_model_and_revision_win_over_an_engines():
+    engines = ModelIdentity(name="a", revision="1", kv_dtype="F32")
+    assert namespace_of(engines, model="b", model_revision="2") == namespace_of(
+        ModelIdentity(name="b", revision="2", kv_dtype="F32")
+    )
+
+
+def test_other_weights_in_a_models_local_folder_are_another_namespace(tmp_path):
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"first")
+    first = namespace_of(model=str(tmp_path))
+    weights.write_bytes(b"other")
+    assert namespace_of(model=str(tmp_path)) != first
+
+
+def test_a_models_local_folder_that_cannot_be_read_is_refused_by_name(tmp_path, monkeypatch):
+    def refuse(path: str) -> str:
+        raise PermissionError(f"may not read {path}")
+
+    monkeypatch.setattr(ladder, "weights_digest", refuse)
+    with pytest.raises(ConfigError, match=f"model '{tmp_path}': its weights cannot be read: may not read"):
+        namespace_of(model=str(tmp_path))
 
 
 def test_a_chunk_that_the_host_gate_refuses_still_goes_to_the_slower_tier(bench, keys):
