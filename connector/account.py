@@ -101,8 +101,8 @@ class TierAccount:
         self.stores_open -= 1
         self.dropped[reason] += 1
 
-    def wrote(self, reason: str | None, num_bytes: int, tier_s: float) -> None:
-        """Count one rank's write and tell the gate what it teaches."""
+    def wrote(self, reason: str | None, num_bytes: int, tier_s: float, *, started: bool = True) -> None:
+        """Count one rank's write, or one that was shed before it started, and tell the gate what it teaches."""
         if reason is None:
             if num_bytes > 0:
                 self.chunks_stored += 1
@@ -110,7 +110,7 @@ class TierAccount:
                 self.teach(num_bytes, tier_s)
             else:
                 self.chunks_already_held += 1
-        elif reason in FAULTS:
+        elif started and reason in FAULTS:
             self.failed[reason] += 1
             if self.gate is not None:
                 self.gate.on_store_failed()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from kvsluice.connector.books import Books
 from kvsluice.connector.prober import Prober
 from kvsluice.connector.results import Lookup
+from kvsluice.tiers.chunk_file import check_key
 
 __all__ = ["Lookups"]
 
@@ -48,18 +49,23 @@ class Lookups:
 
     def _ask(self, keys: Sequence[bytes], first: int, now_s: float) -> bool:
         """Have every tier that may hold `keys[first]` asked; whether an answer is still to come."""
-        if self._prober is None:
-            return False
         settings = self._books.settings
         pending = False
         key = keys[first]
+        check_key(key)
+        if self._prober is None:
+            return False
         for at in self._books.io:
             account = self._books.tiers[at]
             if not account.serving or account.index.lacks(key, now_s):
                 continue
             since_s = self._asked_s.get((at, key))
             if since_s is None:
-                if not self._prober.ask(at, tuple(keys[first : first + settings.probe_keys])):
+                asked = tuple(keys[first : first + settings.probe_keys])
+                # Once per question, not at every lookup that waits for its answer.
+                for one in asked:
+                    check_key(one)
+                if not self._prober.ask(at, asked):
                     account.missed["lookup_shed"] += 1
                     continue
                 self._asked_s[at, key] = since_s = now_s

@@ -128,7 +128,7 @@ class OffloadConnector:
             group: KV-cache group.
 
         Raises:
-            ValueError: no such group.
+            ValueError: a key that no tier could keep among those that must be asked for, no such group.
             ClosedError: the connector is closed.
         """
         self._check_open(group)

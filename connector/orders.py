@@ -119,6 +119,8 @@ class Wrote:
     num_bytes: int
     queue_s: float
     tier_s: float
+    started: bool = True
+    """False where it was shed: the reason may then be another tier's fault, and says nothing about this one."""
 
 
 @dataclass(frozen=True, slots=True)

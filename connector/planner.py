@@ -196,7 +196,7 @@ class Planner:
         """A tier's write, be it a store's or of what a load brought up."""
         account = self._books.tiers[event.tier]
         job = state.job
-        account.wrote(event.reason, event.num_bytes, event.tier_s)
+        account.wrote(event.reason, event.num_bytes, event.tier_s, started=event.started)
         job.moved_bytes += event.num_bytes if job.kind == "store" else 0
         job.queue_s += event.queue_s
         job.tier_s += event.tier_s
@@ -335,5 +335,7 @@ class Planner:
                 f"{len(keys)} keys of {width} blocks each need {len(keys) * width} block ids, got {len(block_ids)}"
             )
         for block in block_ids:
-            if not isinstance(block, int) or not 0 <= block < num_blocks:
+            if not isinstance(block, int):
+                raise LayoutError(f"block id {block!r} is of type {type(block).__name__}, not int")
+            if not 0 <= block < num_blocks:
                 raise LayoutError(f"block id {block!r} does not lie in 0 .. {num_blocks - 1}")

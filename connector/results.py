@@ -60,7 +60,14 @@ class TransferResult:
 
 @dataclass(frozen=True, slots=True)
 class GateStats:
-    """One gate, as its detector reports it."""
+    """One gate, as its detector reports it.
+
+    Attributes:
+        under_pressure: now, idle decay included.
+        store_latency_ema_s: seconds per MiB (2**20 bytes) of one store, smoothed; 0 where the detector has none.
+        dropped_stores: chunks that the gate refused since the start.
+        detector: the detector's own `stats`.
+    """
 
     under_pressure: bool
     store_latency_ema_s: float
@@ -72,8 +79,18 @@ class GateStats:
 class TierStats:
     """One tier since the start. Chunks and bytes count each rank's part.
 
-    `dropped` counts stores that were never started, `failed` those that were, `missed` loads that
-    this tier was asked for and did not serve: each by reason.
+    Attributes:
+        tier_type: "host", "fs", "obj" or a stranger's word.
+        chunks_stored, bytes_stored: really written; chunks_already_held counts those that were there.
+        chunks_loaded, bytes_loaded: that reached their blocks.
+        dropped, failed: stores that were never started, and those that were, each by reason.
+        missed: loads and lookups that this tier was asked for and did not serve, by reason.
+        known_chunks: keys that the planner believes to be held here; a tier may hold more.
+        queued_loads, queued_stores, running: parts that wait for a thread or are on one, all ranks together.
+        oldest_store_s: seconds that the oldest running store has taken so far; 0 with none.
+        used_bytes, capacity_bytes: None where the tier does not know, or not yet.
+        serving: False while a reset of this tier has not been confirmed.
+        gate: None where it is off.
     """
 
     tier_type: str
@@ -98,10 +115,17 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class OffloadStats:
-    """A frozen snapshot of the whole connector.
+    """A frozen snapshot of the whole connector. Its mappings are copies: nothing changes in them later.
 
-    `skipped` counts stores that no tier was asked to take and `unused` loads that no tier was asked
-    for, each by reason; what a tier refused or failed stands with the tier.
+    Attributes:
+        tiers: by name, fastest first.
+        pool: the slots of one rank's pinned region, `slot_bytes` each.
+        jobs_open: jobs whose result is still to come.
+        stores_waiting, loads_waiting: chunks that wait for a slot.
+        lookups, lookups_pending: calls, and those that had to say `pending`.
+        hit_chunks: the sum of `held` over all lookups that did not.
+        skipped, unused: stores that no tier was asked to take, loads that no tier was asked for, each by
+            reason; what a tier refused or failed stands with the tier.
     """
 
     tiers: Mapping[str, TierStats]

@@ -128,15 +128,15 @@ class _WriteTask:
         self._done(reason, num_bytes, start_s - self.put_s, shared.clock() - begin_s)
 
     def shed(self, reason: str) -> None:
-        self._done(reason, 0, self.transfer.shared.clock() - self.put_s, 0.0)
+        self._done(reason, 0, self.transfer.shared.clock() - self.put_s, 0.0, started=False)
 
     def crashed(self, error: Exception) -> None:
         self._done(reasons.INTERNAL, 0, 0.0, 0.0)
 
-    def _done(self, reason: str | None, num_bytes: int, queue_s: float, tier_s: float) -> None:
+    def _done(self, reason: str | None, num_bytes: int, queue_s: float, tier_s: float, *, started: bool = True) -> None:
         transfer = self.transfer
         transfer.shared.events.append(
-            Wrote(transfer.job_id, transfer.part, self.tier, reason, num_bytes, queue_s, tier_s)
+            Wrote(transfer.job_id, transfer.part, self.tier, reason, num_bytes, queue_s, tier_s, started)
         )
         transfer.leave()
 

@@ -12,6 +12,7 @@ from bench import blocks_of, make_key, one
 from doubles import Clock, PickledConnector, until
 
 from kvsluice.connector import Lookup
+from kvsluice.kernels import CopyPlan
 from kvsluice.tiers import ChunkDamagedError, ChunkMissingError, ClosedError, TierUnavailableError, reasons
 from kvsluice.tiers.chunk_file import stored_key
 
@@ -188,6 +189,35 @@ def test_a_load_that_raises_is_a_miss_under_its_reason_and_the_thread_lives_on(b
     assert cache.holds(blocks_of(6), blocks_of(1))
     assert connector.stats().tiers["fs"].missed == {reason: 1}
     assert connector.lookup(keys[:1]) == Lookup(0, False)
+
+
+def test_a_read_that_fails_teaches_nothing_to_the_gate_of_the_tier_that_was_to_be_filled(bench, keys):
+    fs, obj = bench.double("fs"), bench.double("obj")
+    connector = bench.connect("fs", "obj", backpressure={})
+    connector.wait([connector.store(keys[:1], blocks_of(0))], WAIT_S)
+    assert connector.stats().tiers["obj"].chunks_stored == 1
+    fs.evict(stored_key(keys[0], 0, 0))
+    until(connector.stats, lambda: connector.stats().tiers["fs"].known_chunks == 0)
+    obj.fail("load", TierUnavailableError("no answer", reason=reasons.IO_ERROR))
+    result = one(connector.wait([connector.load(keys[:1], blocks_of(5))], WAIT_S))
+    assert result.failed == {keys[0]: reasons.IO_ERROR}
+    seen = connector.stats().tiers["fs"]
+    assert seen.failed == {}
+    assert seen.dropped == {reasons.IO_ERROR: 1}
+    assert seen.gate.detector["failure_streak"] == 0
+
+
+def test_a_device_copy_that_fails_teaches_nothing_to_the_gates_of_the_tiers_behind_it(bench, keys, monkeypatch):
+    def fail(plan: CopyPlan, block_ids: object, flat: object) -> None:
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(CopyPlan, "gather", fail)
+    connector = bench.connect("fs", backpressure={})
+    result = one(connector.wait([connector.store(keys[:1], blocks_of(0))], WAIT_S))
+    assert result.failed == {keys[0]: reasons.INTERNAL}
+    seen = connector.stats().tiers["fs"]
+    assert (seen.failed, seen.dropped) == ({}, {reasons.INTERNAL: 1})
+    assert seen.gate.detector["failure_streak"] == 0
 
 
 def test_a_lookup_that_raises_counts_as_not_held_and_the_thread_lives_on(bench, keys):

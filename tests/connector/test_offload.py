@@ -181,7 +181,9 @@ def test_two_connectors_in_one_process_do_not_touch_each_other(bench, keys):
     [
         (lambda c, k: c.store(k[:1], [0, 32]), LayoutError, "block id 32 does not lie in 0 .. 31"),
         (lambda c, k: c.load(k[:1], [-1, 0]), LayoutError, "block id -1 does not lie in 0 .. 31"),
-        (lambda c, k: c.store(k[:1], [0, 1.0]), LayoutError, r"block id 1\.0"),
+        (lambda c, k: c.store(k[:1], [0, 1.0]), LayoutError, r"block id 1\.0 is of type float, not int"),
+        (lambda c, k: c.lookup(["text"]), ValueError, "a key is 1 to 64 bytes, got 'text'"),
+        (lambda c, k: c.lookup([k[0], bytes(65)]), ValueError, "a key is 1 to 64 bytes, got 65 bytes"),
         (lambda c, k: c.store(k[:2], [0, 1, 2]), LayoutError, "2 keys of 2 blocks each need 4 block ids, got 3"),
         (lambda c, k: c.load(k[:1], []), LayoutError, "need 2 block ids, got 0"),
         (lambda c, k: c.store([k[0], k[0]], [0, 1, 2, 3]), ValueError, "stands twice in one job"),
