@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -95,6 +96,9 @@ def _attention_facts(text_config: Mapping[str, object]) -> dict[str, Fact]:
 
 
 def _fact(value: object) -> Fact:
+    if isinstance(value, float) and not math.isfinite(value):
+        # Some configurations hold an infinity; the namespace's encoding takes finite numbers alone.
+        return repr(value)
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return value
     if isinstance(value, Mapping):
