@@ -13,6 +13,7 @@ Exits 1 when a bound is missed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -80,12 +81,6 @@ class Busy:
         self._thread.join()
 
 
-class Nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
 def layout(num_blocks: int) -> KVLayout:
     """Eight layers of 4 KiB a block: chunks of 512 KiB."""
     kv = {f"layer.{at}": torch.zeros(num_blocks, 2, TOKENS_PER_BLOCK, 2, 16) for at in range(8)}
@@ -113,7 +108,10 @@ def steps(
         action()
         samples[call].append(time.perf_counter() - start)
 
-    with OffloadConnector(config, layout(chunks * BLOCKS_PER_CHUNK)) as conn, Busy() if busy else Nothing():
+    with (
+        OffloadConnector(config, layout(chunks * BLOCKS_PER_CHUNK)) as conn,
+        Busy() if busy else contextlib.nullcontext(),
+    ):
         base = [key(number) for number in range(LOOKUP_KEYS)]
         blocks = list(range(chunks * BLOCKS_PER_CHUNK))
         width = KEYS_PER_CALL * BLOCKS_PER_CHUNK

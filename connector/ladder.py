@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -11,9 +12,11 @@ from typing import cast
 from kvsluice.connector.account import PlannedTier
 from kvsluice.connector.books import PlannerSettings
 from kvsluice.connector.config import AnyTierConfig, FsTierConfig, HostTierConfig, ObjTierConfig, OffloadConfig
+from kvsluice.connector.device import Device
 from kvsluice.connector.layout import KVLayout
 from kvsluice.connector.namespace import Fact, ModelIdentity, Namespace, weights_digest
-from kvsluice.connector.worker import WorkerTier
+from kvsluice.connector.region import PinnedRegion
+from kvsluice.connector.worker import RankWorker, WorkerTier
 from kvsluice.tiers.backpressure import build_gate
 from kvsluice.tiers.base import Tier
 from kvsluice.tiers.chunk_file import FORMAT_VERSION, ChunkFormat
@@ -21,7 +24,17 @@ from kvsluice.tiers.errors import ConfigError
 from kvsluice.tiers.fs import FileSystemTier
 from kvsluice.tiers.obj import ObjectTier
 
-__all__ = ["Geometry", "build_tiers", "chunk_format", "geometry_for", "namespace_for", "planned_tiers", "worker_tiers"]
+__all__ = [
+    "Geometry",
+    "Rank",
+    "build_tiers",
+    "chunk_format",
+    "geometry_for",
+    "namespace_for",
+    "open_rank",
+    "planned_tiers",
+    "worker_tiers",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -225,3 +238,48 @@ def worker_tiers(config: OffloadConfig, tiers: Mapping[int, Tier]) -> list[Worke
         if not isinstance(tier, HostTierConfig):
             wanted.append(WorkerTier(at, tiers[at], tier.n_read_threads, tier.n_write_threads, tier.max_queue_s))
     return wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One rank brought up: its worker, what the planner must know of it, and the tiers it opened."""
+
+    worker: RankWorker
+    geometry: Geometry
+    tiers: Mapping[int, Tier]
+
+
+def open_rank(
+    config: OffloadConfig,
+    layout: KVLayout,
+    model: ModelIdentity | None,
+    *,
+    device: Device | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Rank:
+    """Open the tiers, map the region and start the threads of one rank; nothing is left where one of them fails.
+
+    Raises:
+        ConfigError: something in `config` cannot be used.
+    """
+    namespace = namespace_for(config, layout, model)
+    fmt = chunk_format(config, layout, namespace)
+    geometry = geometry_for(config, layout, namespace, fmt)
+    tiers = build_tiers(config, namespace.digest, namespace.facts)
+    with contextlib.ExitStack() as undo:
+        for tier in tiers.values():
+            undo.callback(tier.close)
+        region = PinnedRegion(geometry.num_slots, geometry.slot_bytes, device=layout.device, pin=config.pin_memory)
+        undo.callback(region.close)
+        worker = RankWorker(
+            layout,
+            fmt,
+            region,
+            worker_tiers(config, tiers),
+            blocks_per_chunk=geometry.blocks_per_chunk,
+            verify=config.verify,
+            device=device,
+            clock=clock,
+        )
+        undo.pop_all()
+    return Rank(worker, geometry, tiers)

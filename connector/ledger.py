@@ -81,7 +81,6 @@ class LoadState:
     tier_reasons: dict[int, str] = field(default_factory=dict)
     ranks_to_end: int = 0
     reason: str | None = None
-    decided: bool = False
     charged: dict[int, int] = field(default_factory=dict)
     """Sources in whose share the slot counts, each with the ranks that may still read from it."""
     served: set[int] = field(default_factory=set)

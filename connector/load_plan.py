@@ -70,7 +70,6 @@ class LoadPlan:
             self._waiting[state.sources[0]].append(state)
         else:
             books.unused[reasons.MISSING] += 1
-            state.decided = True
             books.ledger.decide(state.job, state.part, reasons.MISSING, now_s)
 
     def dispatch(self, now_s: float) -> None:
@@ -157,7 +156,6 @@ class LoadPlan:
             account.index.remove(state.key, now_s)
         else:
             self._books.unused[reason] += 1
-        state.decided = True
         self._books.ledger.decide(state.job, state.part, reason, now_s)
 
     # ---- what the workers report -------------------------------------------------------------
@@ -183,7 +181,6 @@ class LoadPlan:
         state.ranks_to_load -= 1
         if state.ranks_to_load:
             return
-        state.decided = True
         if state.reason is None:
             # Nobody reads any more; what a late reader still has, it keeps until it has ended.
             self.uncharge(state)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -12,22 +11,13 @@ from typing_extensions import Self
 
 from kvsluice.connector.config import OffloadConfig
 from kvsluice.connector.device import Device
-from kvsluice.connector.ladder import (
-    build_tiers,
-    chunk_format,
-    geometry_for,
-    namespace_for,
-    planned_tiers,
-    worker_tiers,
-)
+from kvsluice.connector.ladder import open_rank, planned_tiers
 from kvsluice.connector.layout import KVLayout
 from kvsluice.connector.namespace import ModelIdentity
 from kvsluice.connector.orders import Order, RankReport
 from kvsluice.connector.planner import Planner
 from kvsluice.connector.prober import Prober
-from kvsluice.connector.region import PinnedRegion
 from kvsluice.connector.results import Lookup, OffloadStats, TransferResult
-from kvsluice.connector.worker import RankWorker
 from kvsluice.tiers import reasons
 from kvsluice.tiers.errors import ClosedError
 
@@ -79,38 +69,21 @@ class OffloadConnector:
                 f"{type(layout).__name__}; OffloadConfig.from_dict makes the one, KVLayout.from_tensors the other"
             )
         self._clock = clock
-        namespace = namespace_for(config, layout, model)
-        fmt = chunk_format(config, layout, namespace)
-        geometry = geometry_for(config, layout, namespace, fmt)
         ladder = planned_tiers(config, clock)
-        tiers = build_tiers(config, namespace.digest, namespace.facts)
-        with contextlib.ExitStack() as undo:
-            for tier in tiers.values():
-                undo.callback(tier.close)
-            region = PinnedRegion(geometry.num_slots, geometry.slot_bytes, device=layout.device, pin=config.pin_memory)
-            undo.callback(region.close)
-            self._worker = RankWorker(
-                layout,
-                fmt,
-                region,
-                worker_tiers(config, tiers),
-                blocks_per_chunk=geometry.blocks_per_chunk,
-                verify=config.verify,
-                device=device,
-                clock=clock,
-            )
-            undo.pop_all()
-        self._prober = Prober(tiers)
+        rank = open_rank(config, layout, model, device=device, clock=clock)
+        geometry = rank.geometry
+        self._worker = rank.worker
+        self._prober = Prober(rank.tiers)
         self._planner = Planner(ladder, geometry.settings(config), prober=self._prober, clock=clock)
         self._ready: dict[int, TransferResult] = {}
         self._left: tuple[str, ...] | None = None
-        self.namespace = namespace.digest
+        self.namespace = geometry.namespace
         """Hex digest over everything that changes the bytes under a key."""
         self.blocks_per_chunk = geometry.blocks_per_chunk
         """Blocks that `store` and `load` take per key."""
         _log.info(
             "kvsluice: namespace %s, %d slots of %d bytes, tiers %s",
-            namespace.digest,
+            geometry.namespace,
             geometry.num_slots,
             geometry.slot_bytes,
             ", ".join(tier.name for tier in ladder),

@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvsluice.tiers.base import Tier
@@ -43,7 +43,7 @@ class Prober:
         max_waiting: questions that may wait per tier.
     """
 
-    def __init__(self, tiers: dict[int, Tier], *, group: int = 0, num_ranks: int = 1, max_waiting: int = 64) -> None:
+    def __init__(self, tiers: Mapping[int, Tier], *, group: int = 0, num_ranks: int = 1, max_waiting: int = 64) -> None:
         self._group = group
         self._num_ranks = num_ranks
         self._max_waiting = max_waiting

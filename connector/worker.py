@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,9 +36,6 @@ from kvsluice.tiers.errors import TierError
 __all__ = ["RankWorker", "WorkerTier"]
 
 _log = logging.getLogger(__name__)
-
-MAX_EVICTED_TOLD = 100_000
-"""Evicted keys kept for later reports; a forgotten one is a plain miss when it is loaded."""
 
 MAX_EVENTS_PER_REPORT = 512
 """Keeps the scheduler's work per report, a few microseconds an event, below 2 ms."""
@@ -114,7 +110,6 @@ class RankWorker:
         self._by_job: dict[int, dict[int, StoreTransfer | LoadTransfer]] = {}
         self._deadlines: list[tuple[float, int, LoadTransfer]] = []
         self._sequence = 0
-        self._evicted: deque[tuple[int, bytes]] = deque(maxlen=MAX_EVICTED_TOLD)
         self._closed: tuple[str, ...] | None = None
 
     def submit(self, orders: Iterable[Order]) -> None:
@@ -150,7 +145,6 @@ class RankWorker:
         for at, tier in self._tiers.items():
             queue = self._queues[at]
             queue.shed_stores(reasons.QUEUE_TIMEOUT, older_than_s=tier.max_queue_s)
-            self._evicted.extend((at, key) for key in tier.tier.take_evicted())
             usage = tier.tier.usage()
             states.append(
                 TierState(
@@ -170,9 +164,9 @@ class RankWorker:
         self._forget_ended(events)
         more = bool(self._shared.events)
         # Evictions come in bursts of thousands and only correct a belief: they take the room that is left.
-        while self._evicted and len(events) < MAX_EVENTS_PER_REPORT:
-            at, name = self._evicted.popleft()
-            events.append(Evicted(at, engine_key(name)))
+        for at, tier in self._tiers.items():
+            evicted = tier.tier.take_evicted(MAX_EVENTS_PER_REPORT - len(events))
+            events.extend(Evicted(at, engine_key(name)) for name in evicted)
         return RankReport(self.rank, tuple(events), tuple(states), more=more)
 
     def fence(self, block_ids: Iterable[int], timeout_s: float = 10.0) -> None:

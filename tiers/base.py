@@ -8,13 +8,14 @@ loads an image proves it before using it.
 from __future__ import annotations
 
 import abc
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from kvsluice.tiers.errors import ClosedError
 
-__all__ = ["ALIGNMENT_BYTES", "MAX_STORED_KEY_BYTES", "Tier", "TierUsage", "round_up"]
+__all__ = ["ALIGNMENT_BYTES", "MAX_STORED_KEY_BYTES", "Tier", "TierUsage", "round_up", "take_left"]
 
 ALIGNMENT_BYTES: Final = 4096
 """Direct I/O's unit here: the largest logical block size of NVMe drives, and the page size."""
@@ -26,6 +27,12 @@ MAX_STORED_KEY_BYTES: Final = 80
 def round_up(num_bytes: int, unit_bytes: int = ALIGNMENT_BYTES) -> int:
     """The smallest multiple of `unit_bytes` that holds `num_bytes`."""
     return -(-num_bytes // unit_bytes) * unit_bytes
+
+
+def take_left(keys: deque[bytes], max_keys: int | None) -> list[bytes]:
+    """Take up to `max_keys` (all if None) from the left; the caller holds whatever guards `keys`."""
+    count = len(keys) if max_keys is None else min(max_keys, len(keys))
+    return [keys.popleft() for _ in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +126,12 @@ class Tier(abc.ABC):
         """
         return sum(self.delete(key) for key in list(self.scan()))
 
-    def take_evicted(self) -> list[bytes]:
-        """Keys that the tier dropped by itself since the last call, so that an index can forget them."""
+    def take_evicted(self, max_keys: int | None = None) -> list[bytes]:
+        """Keys that the tier dropped by itself, each told once, so that an index can forget them.
+
+        At most `max_keys` of them, the oldest first; the others are for a later call. Unlike the
+        methods that do I/O this one is called on an engine's thread, so it must return at once.
+        """
         return []
 
     def usage(self) -> TierUsage:

@@ -334,8 +334,8 @@ class FileSystemTier(Tier):
             raise self._unavailable("clear", self._namespace_dir, failure) from failure
         return dropped
 
-    def take_evicted(self) -> list[bytes]:
-        return self.quota.take_evicted()
+    def take_evicted(self, max_keys: int | None = None) -> list[bytes]:
+        return self.quota.take_evicted(max_keys)
 
     def usage(self) -> TierUsage:
         """Counts every namespace under the root, as the capacity does; `None` until the first walk has ended."""

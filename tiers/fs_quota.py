@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from kvsluice.tiers.base import TierUsage, round_up
+from kvsluice.tiers.base import TierUsage, round_up, take_left
 from kvsluice.tiers.errors import TierUnavailableError
 from kvsluice.tiers.fs_tree import FanOutFile, fan_out, owner_is_dead, restore_root, subdirectories, walk_namespace
 from kvsluice.tiers.names import file_name
@@ -216,12 +216,10 @@ class DiskQuota:
                 self._flush_wanted = True
                 self._wake()
 
-    def take_evicted(self) -> list[bytes]:
-        """Keys of the own namespace that were evicted since the last call."""
+    def take_evicted(self, max_keys: int | None = None) -> list[bytes]:
+        """Keys of the own namespace that were evicted, each told once; at most `max_keys` a call."""
         with self._lock:
-            keys = list(self._evicted)
-            self._evicted.clear()
-        return keys
+            return take_left(self._evicted, max_keys)
 
     def usage(self) -> TierUsage:
         """What is counted; chunks and bytes are `None` until the first walk has ended."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar, Final
 
 from kvsluice.tiers import reasons
-from kvsluice.tiers.base import Tier, TierUsage, round_up
+from kvsluice.tiers.base import Tier, TierUsage, round_up, take_left
 from kvsluice.tiers.errors import ChunkDamagedError, ChunkMissingError, ConfigError, TierUnavailableError
 from kvsluice.tiers.slots import SlotTable
 
@@ -109,11 +109,9 @@ class HostTier(Tier):
         with self._lock:
             return iter(self._table.keys())
 
-    def take_evicted(self) -> list[bytes]:
+    def take_evicted(self, max_keys: int | None = None) -> list[bytes]:
         with self._lock:
-            taken = list(self._evicted)
-            self._evicted.clear()
-        return taken
+            return take_left(self._evicted, max_keys)
 
     def usage(self) -> TierUsage:
         with self._lock:

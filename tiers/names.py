@@ -10,7 +10,7 @@ from typing import Final
 from kvsluice.tiers.base import MAX_STORED_KEY_BYTES
 from kvsluice.tiers.errors import ConfigError
 
-__all__ = ["NAMESPACE_FILE", "check_key", "check_namespace", "facts_document", "file_name", "key_of"]
+__all__ = ["NAMESPACE_FILE", "check_namespace", "check_stored_key", "facts_document", "file_name", "key_of"]
 
 NAMESPACE_FILE: Final = "namespace.json"
 """Stands beside the chunks and says what the namespace is, so that tools can."""
@@ -33,7 +33,7 @@ def check_namespace(namespace: str) -> str:
     return namespace
 
 
-def check_key(key: bytes) -> bytes:
+def check_stored_key(key: bytes) -> bytes:
     """The key as it came.
 
     Raises:
@@ -48,9 +48,9 @@ def file_name(key: bytes) -> str:
     """`<key in hex>.safetensors`.
 
     Raises:
-        ValueError: as `check_key`.
+        ValueError: as `check_stored_key`.
     """
-    return check_key(key).hex() + _SUFFIX
+    return check_stored_key(key).hex() + _SUFFIX
 
 
 def key_of(name: str) -> bytes | None:

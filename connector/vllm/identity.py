@@ -63,16 +63,16 @@ def check_supported(config: OffloadConfig, vllm_config: VllmConfig, kv_cache_con
         )
 
 
-def model_identity(config: OffloadConfig, vllm_config: VllmConfig) -> ModelIdentity:
+def model_identity(vllm_config: VllmConfig) -> ModelIdentity:
     """Everything in vLLM's configuration that changes the bytes under a key, but for the layout."""
     model = vllm_config.model_config
     cache = vllm_config.cache_config
     parallel = vllm_config.parallel_config
     kv_dtype = cache.cache_dtype if cache.cache_dtype != "auto" else str(model.dtype)
     return ModelIdentity(
-        name=config.model or model.model,
+        name=model.model,
         # A hub model without a pinned revision: the commit that its configuration was loaded from.
-        revision=config.model_revision or model.revision or getattr(model.hf_config, "_commit_hash", None),
+        revision=model.revision or getattr(model.hf_config, "_commit_hash", None),
         weights_digest=weights_digest(model.model),
         attention_facts=_attention_facts(model.hf_text_config.to_dict()),
         kv_dtype=kv_dtype,

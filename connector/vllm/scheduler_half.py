@@ -141,7 +141,7 @@ class SchedulerHalf:
         if state is None or self._planner is None or not state.may_load or request.skip_reading_prefix_cache:
             return 0, False
         first = computed // self._chunk_tokens
-        keys = self._chunk_keys(request)[first:]
+        keys = self._chunk_keys(request, first)
         if not keys:
             return 0, False
         found = self._planner.lookup(keys)
@@ -166,7 +166,7 @@ class SchedulerHalf:
         state.planned = None
         table = blocks.get_block_ids()[0]
         width = self._blocks_per_chunk
-        keys = tuple(self._chunk_keys(request)[first : first + held])
+        keys = tuple(self._chunk_keys(request, first, first + held))
         computed = (first + held) * self._chunk_tokens - external
         block_ids = table[first * width : (first + held) * width]
         skip = computed // self._block_size - first * width
@@ -223,7 +223,7 @@ class SchedulerHalf:
         first, end = state.chunks_offered, ready // self._chunk_tokens
         if end <= first:
             return
-        keys = self._chunk_keys(request)[first:end]
+        keys = self._chunk_keys(request, first, end)
         tables = step.kv_connector_block_state.get_block_ids(request.request_id)
         if not keys or tables is None:
             return
@@ -374,8 +374,10 @@ class SchedulerHalf:
             tier.close()
         self._tiers = {}
 
-    def _chunk_keys(self, request: Request) -> list[bytes]:
-        """The keys of the request's full chunks: the hash of the prefix that ends with each."""
+    def _chunk_keys(self, request: Request, first: int, end: int | None = None) -> list[bytes]:
+        """The keys of the request's full chunks from `first` on: the hash of the prefix that ends with each."""
         per_chunk = self._chunk_tokens // self._hash_block_size
         hashes = request.block_hashes
-        return [bytes(hashes[at]) for at in range(per_chunk - 1, len(hashes), per_chunk)]
+        full = len(hashes) // per_chunk
+        chunks = range(first, full if end is None else min(end, full))
+        return [bytes(hashes[(at + 1) * per_chunk - 1]) for at in chunks]

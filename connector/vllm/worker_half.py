@@ -9,10 +9,9 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvsluice.connector.config import OffloadConfig
-from kvsluice.connector.ladder import build_tiers, chunk_format, geometry_for, namespace_for, worker_tiers
+from kvsluice.connector.ladder import open_rank
 from kvsluice.connector.layout import KVLayout
 from kvsluice.connector.orders import Loaded, RankReport
-from kvsluice.connector.region import PinnedRegion
 from kvsluice.connector.vllm.identity import model_identity
 from kvsluice.connector.vllm.wire import Handshake, StartedLoad, StepOrders, StepReports
 from kvsluice.connector.worker import RankWorker
@@ -51,30 +50,19 @@ class WorkerHalf:
         layout = KVLayout.from_tensors(
             kv_caches, tokens_per_block=spec.block_size, num_blocks=self._kv_cache_config.num_blocks
         )
-        config = self._config
-        namespace = namespace_for(config, layout, model_identity(config, self._vllm_config))
-        fmt = chunk_format(config, layout, namespace)
-        geometry = geometry_for(config, layout, namespace, fmt)
-        tiers = build_tiers(config, namespace.digest, namespace.facts)
-        region = PinnedRegion(geometry.num_slots, geometry.slot_bytes, device=layout.device, pin=config.pin_memory)
-        self._worker = RankWorker(
-            layout,
-            fmt,
-            region,
-            worker_tiers(config, tiers),
-            blocks_per_chunk=geometry.blocks_per_chunk,
-            verify=config.verify,
-        )
+        rank = open_rank(self._config, layout, model_identity(self._vllm_config))
+        geometry = rank.geometry
+        self._worker = rank.worker
         self._handshake = Handshake(geometry)
         _log.info(
-            "kvsluice worker: namespace %s, %d KV tensors on %s, chunks of %d blocks (%d bytes), %d slots, %s",
-            namespace.digest,
+            "kvsluice worker: namespace %s, %d KV tensors on %s, chunks of %d blocks (slots of %d bytes), %d slots, %s",
+            geometry.namespace,
             len(layout.paged),
             layout.device,
             geometry.blocks_per_chunk,
-            fmt.file_bytes,
+            geometry.slot_bytes,
             geometry.num_slots,
-            "pinned" if region.pinned else "pageable",
+            "pinned" if rank.worker.region.pinned else "pageable",
         )
 
     @property

@@ -175,9 +175,10 @@ class MemoryTier(Tier):
             del self.images[key]
             self.evicted.append(key)
 
-    def take_evicted(self) -> list[bytes]:
+    def take_evicted(self, max_keys: int | None = None) -> list[bytes]:
         with self._lock:
-            taken, self.evicted = self.evicted, []
+            end = len(self.evicted) if max_keys is None else max_keys
+            taken, self.evicted = self.evicted[:end], self.evicted[end:]
         return taken
 
     def close(self) -> None:

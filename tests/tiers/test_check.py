@@ -310,7 +310,7 @@ class ClosesOnce(DictTier):
 
 
 class ReportsForEver(DictTier):
-    def take_evicted(self):
+    def take_evicted(self, max_keys=None):
         return [b"k"]
 
 
