@@ -374,7 +374,7 @@ class SchedulerHalf:
             tier.close()
         self._tiers = {}
 
-    def _chunk_keys(self, request: Request, first: int, end: int | None = None) -> list[bytes]:
+    def _chunk_keys(self, request: Request, first: int = 0, end: int | None = None) -> list[bytes]:
         """The keys of the request's full chunks from `first` on: the hash of the prefix that ends with each."""
         per_chunk = self._chunk_tokens // self._hash_block_size
         hashes = request.block_hashes
