@@ -9,7 +9,7 @@ from kvsluice.connector.index import TierIndex
 from kvsluice.connector.orders import TierState
 from kvsluice.connector.results import GateStats, TierStats
 from kvsluice.tiers import reasons
-from kvsluice.tiers.backpressure import BackpressureDetector
+from kvsluice.tiers.backpressure import Gate, Spent, Stall
 
 __all__ = ["PlannedTier", "TierAccount"]
 
@@ -24,14 +24,14 @@ class PlannedTier:
     Attributes:
         name: unique within the ladder.
         tier_type: "host", "fs", "obj" or a stranger's word.
-        gate: the detector that is asked before each store; None admits all.
+        gate: asked before each store; None admits all.
         max_queue_chunks: stores that may be open (planned, not ended) at once.
-        max_queue_s: how long a store may wait before it starts.
+        max_queue_s: how long a store may wait before it starts, and how long the gate may expect it to.
     """
 
     name: str
     tier_type: str
-    gate: BackpressureDetector | None
+    gate: Gate | None
     max_queue_chunks: int = 256
     max_queue_s: float = 5.0
 
@@ -40,11 +40,16 @@ class PlannedTier:
         return self.tier_type == "host"
 
 
+def _by_share(stall: Stall) -> float:
+    return stall.share_s
+
+
 class TierAccount:
     """Mutable state of one tier; the planner's alone."""
 
-    def __init__(self, plan: PlannedTier, *, negative_ttl_s: float, slot_share: int) -> None:
+    def __init__(self, plan: PlannedTier, *, negative_ttl_s: float, slot_share: int, chunk_bytes: int) -> None:
         self.plan = plan
+        self.chunk_bytes = chunk_bytes
         self.gate = plan.gate
         self.index = TierIndex(negative_ttl_s)
         self.slot_share = slot_share
@@ -80,6 +85,8 @@ class TierAccount:
         elif self.gate is not None and not self.gate.should_store(num_blocks):
             self.gate_drops += 1
             reason = reasons.GATE
+        elif self.gate is not None and self.gate.wait_s(self.stores_open) > self.plan.max_queue_s:
+            reason = reasons.QUEUE_SLOW
         else:
             self.stores_open += 1
             return None
@@ -101,15 +108,17 @@ class TierAccount:
         self.stores_open -= 1
         self.dropped[reason] += 1
 
-    def wrote(self, reason: str | None, num_bytes: int, tier_s: float, *, started: bool = True) -> None:
+    def wrote(
+        self, reason: str | None, num_bytes: int, spent: Spent, *, queue_s: float = 0.0, started: bool = True
+    ) -> None:
         """Count one rank's write, or one that was shed before it started, and tell the gate what it teaches."""
         if reason is None:
             if num_bytes > 0:
                 self.chunks_stored += 1
                 self.bytes_stored += num_bytes
-                self.teach(num_bytes, tier_s)
             else:
                 self.chunks_already_held += 1
+            self.teach(num_bytes, spent, queue_s)
         elif started and reason in FAULTS:
             self.failed[reason] += 1
             if self.gate is not None:
@@ -117,20 +126,28 @@ class TierAccount:
         else:
             self.dropped[reason] += 1
 
-    def teach(self, num_bytes: int, tier_s: float) -> None:
+    def teach(self, num_bytes: int, spent: Spent, queue_s: float = 0.0) -> None:
         """Tell the gate of one store that was made."""
         if self.gate is not None:
-            self.gate.on_store_completed(tier_s, num_bytes)
+            self.gate.on_store_ended(num_bytes, spent, queue_s=queue_s, chunk_bytes=self.chunk_bytes)
+
+    def saw(self, rank: int, state: TierState) -> None:
+        """Take in one rank's look at its tier."""
+        self.states[rank] = state
+        if self.gate is not None:
+            # The rank that has waited longest speaks for all: a chunk is held when every rank has its part.
+            worst = max((state.stall for state in self.states.values()), key=_by_share)
+            self.gate.on_stall(worst, self.chunk_bytes)
 
     def stats(self, *, known_chunks: int, used_bytes: int | None, capacity_bytes: int | None) -> TierStats:
         gate = None
         if self.gate is not None:
-            detector = dict(self.gate.stats)
+            measured = dict(self.gate.stats)
             gate = GateStats(
                 under_pressure=self.gate.is_under_pressure(),
-                store_latency_ema_s=detector.get("store_latency_ema", 0.0),
+                store_latency_ema_s=measured.get("store_latency_ema", 0.0),
                 dropped_stores=self.gate_drops,
-                detector=detector,
+                detector=measured,
             )
         states = self.states.values()
         return TierStats(
@@ -147,7 +164,8 @@ class TierAccount:
             queued_loads=sum(state.queued_loads for state in states),
             queued_stores=sum(state.queued_stores for state in states),
             running=sum(state.running for state in states),
-            oldest_store_s=max((state.oldest_store_s for state in states), default=0.0),
+            store_limit=min((state.store_limit for state in states if state.store_limit), default=0),
+            oldest_store_s=max((state.stall.oldest_s for state in states), default=0.0),
             used_bytes=used_bytes,
             capacity_bytes=capacity_bytes,
             serving=self.serving,

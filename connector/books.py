@@ -57,7 +57,15 @@ class Books:
         """Positions of the tiers that do I/O, fastest first."""
         # A dead tier keeps at most its share; with n of them one more share is left to everybody else.
         share = max(1, settings.num_slots // (len(self.io) + 1))
-        self.tiers = [TierAccount(tier, negative_ttl_s=settings.negative_ttl_s, slot_share=share) for tier in tiers]
+        self.tiers = [
+            TierAccount(
+                tier,
+                negative_ttl_s=settings.negative_ttl_s,
+                slot_share=share,
+                chunk_bytes=settings.chunk_bytes,
+            )
+            for tier in tiers
+        ]
         self.host = self.tiers[0] if tiers and tiers[0].is_host else None
         self.ledger = Ledger()
         self.generation = 0

@@ -129,7 +129,6 @@ class TierConfig(Model):
         description="Seconds a store may wait before it is shed, so that it holds its pinned slot no longer. "
         "Default 5.0: a chunk nobody got to in that time is holding up newer ones.",
     )
-
     def backpressure_for(self, common: Mapping[str, object] | None) -> dict[str, object] | None:
         """A new dict for `build_gate`: this tier's own keys over the `common` ones; `None` where it has no gate."""
         return merge_backpressure(common, INHERIT if self.backpressure == "inherit" else self.backpressure)
@@ -144,7 +143,17 @@ class HostTierConfig(TierConfig):
     )
 
 
-class FsTierConfig(TierConfig):
+class IoTierConfig(TierConfig):
+    """What every tier that does I/O can be told."""
+
+    store_concurrency: Literal["adaptive", "fixed"] = Field(
+        "adaptive",
+        description='How many stores run at once on a rank: "fixed" is n_write_threads. Default "adaptive": within '
+        "them the fewest that keep the device busy, and beside loads as many as the loads do not feel.",
+    )
+
+
+class FsTierConfig(IoTierConfig):
     """A folder on a filesystem, local or mounted."""
 
     type: Literal["fs"] = Field("fs", description='Always "fs", the default.')
@@ -171,7 +180,7 @@ class FsTierConfig(TierConfig):
     )
 
 
-class ObjTierConfig(TierConfig):
+class ObjTierConfig(IoTierConfig):
     """A bucket of an S3-compatible object store."""
 
     type: Literal["obj"] = Field("obj", description='Always "obj", the default.')

@@ -236,7 +236,16 @@ def worker_tiers(config: OffloadConfig, tiers: Mapping[int, Tier]) -> list[Worke
     wanted = []
     for at, tier in enumerate(config.tiers):
         if not isinstance(tier, HostTierConfig):
-            wanted.append(WorkerTier(at, tiers[at], tier.n_read_threads, tier.n_write_threads, tier.max_queue_s))
+            wanted.append(
+                WorkerTier(
+                    at,
+                    tiers[at],
+                    tier.n_read_threads,
+                    tier.n_write_threads,
+                    tier.max_queue_s,
+                    adapt_stores=tier.store_concurrency == "adaptive",
+                )
+            )
     return wanted
 
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from kvsluice.tiers.backpressure import Spent, Stall
+
 __all__ = [
     "CancelOrder",
     "Copied",
@@ -118,7 +120,8 @@ class Wrote:
     reason: str | None
     num_bytes: int
     queue_s: float
-    tier_s: float
+    spent: Spent
+    """The tier's own time; `Spent.alone(0.0)` where it was shed."""
     started: bool = True
     """False where it was shed: the reason may then be another tier's fault, and says nothing about this one."""
 
@@ -139,6 +142,8 @@ class Loaded:
     queue_s: float
     tier_s: float
     misses: tuple[tuple[int, str], ...] = ()
+    drain_s: float = 0.0
+    """Of the read that served it, its part of the time among all loads of that tier; 0 where none did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +191,12 @@ class TierState:
     queued_loads: int
     queued_stores: int
     running: int
-    oldest_store_s: float
-    """Age of the oldest store in flight, measured by the rank's own clock; 0 with none in flight."""
+    stall: Stall
+    """How long stores have been in flight without one ending, measured by the rank's own clock."""
     used_bytes: int | None
     capacity_bytes: int | None
+    store_limit: int = 0
+    """Stores that may run at once at this moment; 0 for as many as there are writers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,7 +163,7 @@ class Planner:
         for event in report.events:
             self._apply(event, now_s)
         for state in report.tiers:
-            self._books.tiers[state.tier].states[report.rank] = state
+            self._books.tiers[state.tier].saw(report.rank, state)
         self._lookups.take_answers(now_s)
         self._loads.dispatch(now_s)
         self._stores.dispatch(now_s)
@@ -196,10 +196,10 @@ class Planner:
         """A tier's write, be it a store's or of what a load brought up."""
         account = self._books.tiers[event.tier]
         job = state.job
-        account.wrote(event.reason, event.num_bytes, event.tier_s, started=event.started)
+        account.wrote(event.reason, event.num_bytes, event.spent, queue_s=event.queue_s, started=event.started)
         job.moved_bytes += event.num_bytes if job.kind == "store" else 0
         job.queue_s += event.queue_s
-        job.tier_s += event.tier_s
+        job.tier_s += event.spent.elapsed_s
         if event.reason is not None:
             state.tier_reasons[event.tier] = event.reason
         state.ranks_to_write[event.tier] -= 1

@@ -66,7 +66,7 @@ class GateStats:
         under_pressure: now, idle decay included.
         store_latency_ema_s: seconds per MiB (2**20 bytes) of one store, smoothed; 0 where the detector has none.
         dropped_stores: chunks that the gate refused since the start.
-        detector: the detector's own `stats`.
+        detector: the detector's own `stats`, and what the gate measures for it.
     """
 
     under_pressure: bool
@@ -87,6 +87,7 @@ class TierStats:
         missed: loads and lookups that this tier was asked for and did not serve, by reason.
         known_chunks: keys that the planner believes to be held here; a tier may hold more.
         queued_loads, queued_stores, running: parts that wait for a thread or are on one, all ranks together.
+        store_limit: stores that may run at once at this moment on each rank; 0 for as many as there are writers.
         oldest_store_s: seconds that the oldest running store has taken so far; 0 with none.
         used_bytes, capacity_bytes: None where the tier does not know, or not yet.
         serving: False while a reset of this tier has not been confirmed.
@@ -106,6 +107,7 @@ class TierStats:
     queued_loads: int
     queued_stores: int
     running: int
+    store_limit: int
     oldest_store_s: float
     used_bytes: int | None
     capacity_bytes: int | None

@@ -17,6 +17,7 @@ from kvsluice.connector.books import Books
 from kvsluice.connector.ledger import Job, StoreState
 from kvsluice.connector.orders import Copied, StorePart, Wrote
 from kvsluice.tiers import reasons
+from kvsluice.tiers.backpressure import Spent
 
 __all__ = ["StorePlan"]
 
@@ -224,7 +225,7 @@ class StorePlan:
         if event.reason is not None:
             state.copy_reason = state.last_reason = event.reason
         elif state.to_host and books.host is not None:
-            books.host.teach(books.settings.chunk_bytes, event.copy_s)
+            books.host.teach(books.settings.chunk_bytes, Spent.alone(event.copy_s))
         if state.ranks_to_copy:
             return
         books.ledger.copied(state.job)
@@ -247,7 +248,7 @@ class StorePlan:
             reason = reasons.POOL_FULL
         if reason is not None:
             state.last_reason = reason
-            host.wrote(reason, 0, 0.0)
+            host.wrote(reason, 0, Spent.alone(0.0))
             return
         state.held = True
         num_bytes = books.settings.num_ranks * books.settings.chunk_bytes

@@ -23,6 +23,7 @@ from kvsluice.connector.orders import Copied, Ended, Loaded, LoadPart, Passed, S
 from kvsluice.connector.region import PinnedRegion
 from kvsluice.kernels import CopyPlan
 from kvsluice.tiers import reasons
+from kvsluice.tiers.backpressure import Spent
 from kvsluice.tiers.base import Tier
 from kvsluice.tiers.chunk_file import ChunkFormat, stored_key
 from kvsluice.tiers.errors import ChunkDamagedError, TierError
@@ -30,6 +31,8 @@ from kvsluice.tiers.errors import ChunkDamagedError, TierError
 __all__ = ["LoadTransfer", "Shared", "StoreTransfer"]
 
 _log = logging.getLogger(__name__)
+
+_NOTHING = Spent.alone(0.0)
 
 
 class Shared:
@@ -117,7 +120,8 @@ class _WriteTask:
             return
         transfer.seal()
         num_bytes = 0
-        begin_s = shared.clock()
+        lane = shared.queues[self.tier].lane
+        operation = lane.begin(is_store=True)
         try:
             num_bytes = shared.tiers[self.tier].store(
                 shared.name(transfer.key), shared.region.view(transfer.slot), shared.fmt.file_bytes
@@ -125,18 +129,20 @@ class _WriteTask:
         except TierError as error:
             reason = error.reason
             _log.debug("store failed: %s", error)
-        self._done(reason, num_bytes, start_s - self.put_s, shared.clock() - begin_s)
+        finally:
+            spent = lane.finish(operation, whole_chunk=num_bytes > 0)
+        self._done(reason, num_bytes, start_s - self.put_s, spent)
 
     def shed(self, reason: str) -> None:
-        self._done(reason, 0, self.transfer.shared.clock() - self.put_s, 0.0, started=False)
+        self._done(reason, 0, self.transfer.shared.clock() - self.put_s, _NOTHING, started=False)
 
     def crashed(self, error: Exception) -> None:
-        self._done(reasons.INTERNAL, 0, 0.0, 0.0)
+        self._done(reasons.INTERNAL, 0, 0.0, _NOTHING)
 
-    def _done(self, reason: str | None, num_bytes: int, queue_s: float, tier_s: float, *, started: bool = True) -> None:
+    def _done(self, reason: str | None, num_bytes: int, queue_s: float, spent: Spent, *, started: bool = True) -> None:
         transfer = self.transfer
         transfer.shared.events.append(
-            Wrote(transfer.job_id, transfer.part, self.tier, reason, num_bytes, queue_s, tier_s, started)
+            Wrote(transfer.job_id, transfer.part, self.tier, reason, num_bytes, queue_s, spent, started)
         )
         transfer.leave()
 
@@ -214,6 +220,7 @@ class LoadTransfer(_Transfer):
         self._served_by = -1
         self._queue_s = 0.0
         self._tier_s = 0.0
+        self._drain_s = 0.0
         self.put_s = 0.0
         self.sealed = bool(order.sources)
 
@@ -250,11 +257,9 @@ class LoadTransfer(_Transfer):
         key = shared.name(self.key)
         view = shared.region.view(self.slot)
         shared.region.touch(self.slot)
-        begin_s = shared.clock()
         try:
-            num_bytes = shared.tiers[tier].load(key, view, shared.fmt.file_bytes)
             # Only the tier's own time counts against the tier; proving the bytes is ours.
-            self._tier_s += shared.clock() - begin_s
+            num_bytes, drain_s = self._read(tier, key, view)
             shared.fmt.verify(view, num_bytes, self.key, checksum=shared.verify)
         except TierError as error:
             _log.debug("load failed: %s", error)
@@ -268,7 +273,21 @@ class LoadTransfer(_Transfer):
             self._give_up(reasons.DEADLINE)
             return
         self._served_by = tier
+        self._drain_s = drain_s
         shared.copier.put([self])
+
+    def _read(self, tier: int, key: bytes, view: memoryview) -> tuple[int, float]:
+        """Bytes that came, and this read's part of the time among the tier's loads."""
+        shared = self.shared
+        lane = shared.queues[tier].lane
+        operation = lane.begin(is_store=False)
+        num_bytes = 0
+        try:
+            num_bytes = shared.tiers[tier].load(key, view, shared.fmt.file_bytes)
+        finally:
+            spent = lane.finish(operation, whole_chunk=num_bytes == shared.fmt.file_bytes)
+            self._tier_s += spent.elapsed_s
+        return num_bytes, spent.drain_s
 
     def shed(self, reason: str) -> None:
         self._give_up(reason)
@@ -337,6 +356,7 @@ class LoadTransfer(_Transfer):
                 self._queue_s,
                 self._tier_s,
                 tuple(misses),
+                self._drain_s,
             )
         )
         self.leave()

@@ -50,6 +50,7 @@ class WorkerTier:
     read_threads: int
     write_threads: int
     max_queue_s: float
+    adapt_stores: bool = True
 
 
 class RankWorker:
@@ -92,7 +93,11 @@ class RankWorker:
         copier = Copier(self._device, clock=clock)
         self._queues: Mapping[int, IoQueue] = {
             tier.position: IoQueue(
-                tier.tier.name, read_threads=tier.read_threads, write_threads=tier.write_threads, clock=clock
+                tier.tier.name,
+                read_threads=tier.read_threads,
+                write_threads=tier.write_threads,
+                adapt_stores=tier.adapt_stores,
+                clock=clock,
             )
             for tier in tiers
         }
@@ -145,16 +150,17 @@ class RankWorker:
         for at, tier in self._tiers.items():
             queue = self._queues[at]
             queue.shed_stores(reasons.QUEUE_TIMEOUT, older_than_s=tier.max_queue_s)
-            usage = tier.tier.usage()
+            usage, lane = tier.tier.usage(), queue.state()
             states.append(
                 TierState(
                     at,
-                    queue.queued_loads,
-                    queue.queued_stores,
-                    queue.running,
-                    queue.oldest_store_s(),
+                    lane.queued_loads,
+                    lane.queued_stores,
+                    lane.running,
+                    lane.stall,
                     usage.used_bytes,
                     usage.capacity_bytes,
+                    lane.store_limit,
                 )
             )
         events: list[WorkerEvent] = []

@@ -25,6 +25,7 @@ __all__ = [
     "OVERSIZE",
     "POOL_FULL",
     "QUEUE_FULL",
+    "QUEUE_SLOW",
     "QUEUE_TIMEOUT",
     "RESET",
     "SHORT",
@@ -39,6 +40,8 @@ SLOT_SHARE: Final = "slot_share"
 """The tier already holds its share of the slots with transfers that have not ended."""
 QUEUE_FULL: Final = "queue_full"
 """The tier's queue was at its limit."""
+QUEUE_SLOW: Final = "queue_slow"
+"""At the measured rate the store could not have started within `max_queue_s`: it never took a buffer."""
 QUEUE_TIMEOUT: Final = "queue_timeout"
 """The store waited longer than `max_queue_s` and was shed before it started."""
 BLOCKS_WANTED: Final = "blocks_wanted"

@@ -103,7 +103,7 @@ class Bench:
                     events.append(Copied(order.job_id, part.part, None, 0.1))
                 for tier in part.tiers:
                     size = 0 if reason else CHUNK_BYTES
-                    events.append(Wrote(order.job_id, part.part, tier, reason, size, 0.2, 0.3))
+                    events.append(Wrote(order.job_id, part.part, tier, reason, size, 0.2, Spent.alone(0.3)))
                 self.report(*events, Ended(order.job_id, part.part), rank=at)
 
     def hold(self, *keys: bytes) -> None:
@@ -119,7 +119,7 @@ class Bench:
         for part in order.parts:
             size = 0 if reason else CHUNK_BYTES
             loaded = Loaded(order.job_id, part.part, tier, reason, size, 0.1, 0.2, 0.3)
-            wrote = [Wrote(order.job_id, part.part, up, None, CHUNK_BYTES, 0.1, 0.1) for up in part.copy_up]
+            wrote = [Wrote(order.job_id, part.part, up, None, CHUNK_BYTES, 0.1, Spent.alone(0.1)) for up in part.copy_up]
             self.report(loaded, *wrote, Ended(order.job_id, part.part), rank=rank)
 
 
@@ -284,9 +284,9 @@ def test_a_gate_learns_nothing_from_a_chunk_that_was_held_already_or_shed():
     bench.orders()
     bench.report(
         *(Copied(1, part, None, 0.1) for part in range(3)),
-        Wrote(1, 0, 0, None, 0, 0.0, 0.001),
-        Wrote(1, 1, 0, reasons.QUEUE_TIMEOUT, 0, 6.0, 0.0),
-        Wrote(1, 2, 0, reasons.IO_ERROR, 0, 0.0, 0.1),
+        Wrote(1, 0, 0, None, 0, 0.0, Spent.alone(0.001)),
+        Wrote(1, 1, 0, reasons.QUEUE_TIMEOUT, 0, 6.0, Spent.alone(0.0)),
+        Wrote(1, 2, 0, reasons.IO_ERROR, 0, 0.0, Spent.alone(0.1)),
         *(Ended(1, part) for part in range(3)),
     )
     assert bench.gates["fs"].completed == []
@@ -357,7 +357,7 @@ def test_a_dead_tier_keeps_at_most_its_share_and_the_other_goes_on(slots):
                 # fs never answers; obj does at once.
                 bench.report(Copied(order.job_id, part.part, None, 0.1))
                 if 1 in part.tiers:
-                    bench.report(Wrote(order.job_id, part.part, 1, None, CHUNK_BYTES, 0.0, 0.1))
+                    bench.report(Wrote(order.job_id, part.part, 1, None, CHUNK_BYTES, 0.0, Spent.alone(0.1)))
                     stored += 1
                 if 0 not in part.tiers:
                     bench.report(Ended(order.job_id, part.part))
@@ -595,7 +595,7 @@ def test_results_and_releases_are_given_once():
     bench.report(Copied(job, 0, None, 0.1))
     assert bench.planner.take_released() == [job]
     assert bench.planner.take_results() == []
-    bench.report(Wrote(job, 0, 0, None, CHUNK_BYTES, 0.0, 0.1), Ended(job, 0))
+    bench.report(Wrote(job, 0, 0, None, CHUNK_BYTES, 0.0, Spent.alone(0.1)), Ended(job, 0))
     assert bench.planner.take_released() == []
     assert one(bench.planner.take_results()).job_id == job
     assert bench.planner.take_results() == []
@@ -646,7 +646,7 @@ def test_a_store_from_before_a_reset_is_never_held(when):
         reset = bench.planner.reset()
         bench.orders()
     events: list[WorkerEvent] = [] if when == "writing" else [Copied(job, 0, None, 0.1)]
-    bench.report(*events, Wrote(job, 0, 1, None, CHUNK_BYTES, 0.0, 0.1), Ended(job, 0))
+    bench.report(*events, Wrote(job, 0, 1, None, CHUNK_BYTES, 0.0, Spent.alone(0.1)), Ended(job, 0))
     bench.report(ResetDone(reset, 1, None))
     assert bench.planner.lookup(KEYS[:1]).held == 0
     result = one(bench.planner.take_results())
@@ -662,7 +662,7 @@ def test_a_write_from_before_a_reset_that_is_reported_after_it_is_not_held():
     reset = bench.planner.reset()
     bench.report(Copied(job, 0, None, 0.1), ResetDone(reset, 0, None))
     assert bench.planner.reset_outcome() == {}
-    bench.report(Wrote(job, 0, 0, None, CHUNK_BYTES, 0.0, 0.1), Ended(job, 0))
+    bench.report(Wrote(job, 0, 0, None, CHUNK_BYTES, 0.0, Spent.alone(0.1)), Ended(job, 0))
     assert bench.planner.lookup(KEYS[:1]).held == 0
     assert one(bench.planner.take_results()).failed == {KEYS[0]: reasons.RESET}
 
@@ -750,8 +750,8 @@ def test_counts_add_up_every_chunk_is_done_or_has_a_reason():
 
 def test_the_state_that_ranks_report_is_shown_as_the_worst_of_them():
     bench = Bench("fs", ranks=2)
-    bench.report(rank=0, states=(TierState(0, 1, 2, 3, 4.0, 100, 1000),))
-    bench.report(rank=1, states=(TierState(0, 10, 20, 30, 40.0, 100, 1000),))
+    bench.report(rank=0, states=(TierState(0, 1, 2, 3, Stall(4.0, 1.0, 1.0), 100, 1000, 2),))
+    bench.report(rank=1, states=(TierState(0, 10, 20, 30, Stall(40.0, 10.0, 10.0), 100, 1000, 3),))
     stats = bench.planner.stats().tiers["fs"]
     assert (stats.queued_loads, stats.queued_stores, stats.running) == (11, 22, 33)
     assert (stats.oldest_store_s, stats.used_bytes, stats.capacity_bytes) == (40.0, 100, 1000)

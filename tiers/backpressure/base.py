@@ -100,6 +100,13 @@ class BackpressureDetector(abc.ABC):
     def on_store_failed(self) -> None:  # noqa: B027 - a detector that learns nothing from failures is whole
         """One store failed; a detector that only knows durations learns nothing from it."""
 
+    def on_store_in_flight(self, elapsed_s: float, num_bytes: int) -> None:  # noqa: B027 - as above
+        """The oldest store that has not come home has taken `elapsed_s` so far and is to write `num_bytes`.
+
+        Called at every report; `elapsed_s` is 0 where none is under way. A detector that only knows
+        completions learns nothing from it, and does not notice a tier that hangs.
+        """
+
     def update(self, submit_time: float, num_bytes: int) -> None:
         """A store that started at `submit_time` (same clock) has just completed; nothing for `num_bytes <= 0`."""
         if num_bytes <= 0:

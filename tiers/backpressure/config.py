@@ -4,8 +4,9 @@
      "cooldown_s": 0.5, "ramp_factor": 3.0}
 
 Both classes are named shortly (one of this package) or by a dotted path (anybody's subclass). Every
-other key is an argument of one of the two, told apart by their constructors; `detector_args` and
-`policy_args` hold the same arguments sorted by owner, for names that both take.
+other key is an argument of one of the two, told apart by their constructors, or one of `Signals`;
+`detector_args`, `policy_args` and `signals` hold the same arguments sorted by owner, for names that
+two of them take.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Final, Protocol, TypeVar, cast
 
 from kvsluice.tiers.backpressure.base import BackpressureDetector, BackpressurePolicy, default_policy_class
 from kvsluice.tiers.backpressure.ema import EMABackpressureDetector
+from kvsluice.tiers.backpressure.gate import LOCAL_FIXED_COST_S, NETWORK_FIXED_COST_S, Gate, Signals
 from kvsluice.tiers.backpressure.policies import DropStorePolicy, ThrottledDropPolicy
 from kvsluice.tiers.errors import ConfigError
 
@@ -37,7 +39,7 @@ _POLICIES: Final[Mapping[str, type[BackpressurePolicy]]] = {
     "DropStorePolicy": DropStorePolicy,
     "ThrottledDropPolicy": ThrottledDropPolicy,
 }
-_NESTED: Final = ("detector_args", "policy_args")
+_NESTED: Final = ("detector_args", "policy_args", "signals")
 _OWN_KEYS: Final = ("backpressure_cls", "policy_cls", *_NESTED)
 _GIVEN_BY_US: Final = frozenset({"policy", "clock"})
 _SECRET: Final = re.compile(r"secret|token|passw|credential|(^|_)key", re.IGNORECASE)
@@ -57,8 +59,8 @@ def merge_backpressure(
     Args:
         common: the top-level dict; None where gates are off for tiers that do not say otherwise.
         own: the tier's dict; None switches its gate off; `INHERIT` (the default) takes the common one.
-            An argument replaces the common one of its name, whether either stands in `detector_args`
-            or `policy_args` or beside them.
+            An argument replaces the common one of its name, whether either stands in `detector_args`,
+            `policy_args` or `signals` or beside them.
 
     Returns:
         A new dict for `build_gate`, or None for no gate. Neither argument is changed.
@@ -92,7 +94,7 @@ def build_gate(
     tier_type: str,
     locality: str | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> BackpressureDetector | None:
+) -> Gate | None:
     """The gate that a `backpressure` dict describes.
 
     Args:
@@ -116,7 +118,11 @@ def build_gate(
     named_policy_cls = _resolve(config, "policy_cls", _POLICIES, BackpressurePolicy, where)
     policy_cls = named_policy_cls or default_policy_class(detector_cls)
 
-    takes = {"detector_args": _parameters(detector_cls), "policy_args": _parameters(policy_cls)}
+    takes = {
+        "detector_args": _parameters(detector_cls),
+        "policy_args": _parameters(policy_cls),
+        "signals": _parameters(Signals),
+    }
     arguments = _sort_arguments(config, takes, where)
     detector_args = {**(detector_cls.default_config(tier_type, locality=locality) or {}), **arguments["detector_args"]}
     policy_args = arguments["policy_args"]
@@ -130,7 +136,13 @@ def build_gate(
         detector_args["policy"] = _construct(policy_cls, policy_args, where)
     if "clock" in takes["detector_args"]:
         detector_args["clock"] = clock
-    return _construct(detector_cls, detector_args, where)
+    signals = _construct(Signals, arguments["signals"], where)
+    network = tier_type == "obj" or (locality is not None and locality.upper() == "REMOTE")
+    return Gate(
+        _construct(detector_cls, detector_args, where),
+        signals,
+        max_fixed_cost_s=NETWORK_FIXED_COST_S if network else LOCAL_FIXED_COST_S,
+    )
 
 
 def _sort_arguments(
@@ -148,11 +160,9 @@ def _sort_arguments(
             continue
         owners = [owner for owner in _NESTED if key in known[owner]]
         if not owners:
-            raise _unknown(where, key, value, {*_OWN_KEYS, *known["detector_args"], *known["policy_args"]})
+            raise _unknown(where, key, value, {*_OWN_KEYS, *frozenset().union(*known.values())})
         if len(owners) > 1:
-            raise ConfigError(
-                f"{where}: detector and policy both take {key!r} ({value!r}): put it into one of {owners}"
-            )
+            raise ConfigError(f"{where}: {' and '.join(owners)} all take {key!r} ({value!r}): put it into one of them")
         if key in found[owners[0]]:
             raise ConfigError(f"{where}: {key!r} is given twice: {value!r}, and in {owners[0]}")
         found[owners[0]][key] = value

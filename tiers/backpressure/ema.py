@@ -4,8 +4,8 @@
                        below low:  pressure off       silence, and pressure ends below low
                        between:    as it was
 
-A sample is folded in by one method and the state follows the EMA in another, so that a signal which
-is no completion can use either.
+A store that has not come home is a sample that still grows: it is not folded in, but what the EMA
+would be if it ended now counts as the EMA does, from the high mark on, until it has ended.
 """
 
 from __future__ import annotations
@@ -67,9 +67,11 @@ class EMABackpressureDetector(BackpressureDetector):
         "_keep",
         "_last_update",
         "_low",
+        "_stalled",
         "_under_pressure",
         "_warmup_completions",
         "_warmup_sum",
+        "_would_be",
     )
 
     DEFAULT_ALPHA: ClassVar[float] = 0.15
@@ -134,6 +136,8 @@ class EMABackpressureDetector(BackpressureDetector):
         self._ignored_samples = 0
         self._cleared_at = _NEVER
         self._cooldown_count = 0
+        self._would_be = 0.0
+        self._stalled = False
 
     @classmethod
     def default_config(cls, tier_type: str, *, locality: str | None = None) -> dict[str, object] | None:
@@ -167,6 +171,8 @@ class EMABackpressureDetector(BackpressureDetector):
             return
         self._completions += 1
         sample_s = elapsed_s / (num_bytes / _MIB)
+        if self._stalled:
+            sample_s = self._after_stall(sample_s)
         if self._completions > self._warmup_completions:
             self._fold_sample(sample_s, self._clock())
             return
@@ -190,12 +196,38 @@ class EMABackpressureDetector(BackpressureDetector):
             self._last_update = self._clock()
             self._enter_pressure()
 
+    def on_store_in_flight(self, elapsed_s: float, num_bytes: int) -> None:
+        """The oldest store under way has taken `elapsed_s` so far: a sample that is still growing.
+
+        Once the EMA would be over the high mark if that store ended now, the tier is under pressure,
+        in warm-up too, and severity grows with the store's age: a tier that hangs is sent nothing,
+        probes neither. It ends with the report that says that stores come home again.
+        """
+        if num_bytes <= 0 or not 0.0 < elapsed_s < math.inf:
+            self._would_be = 0.0
+            return
+        self._would_be = self._alpha * (elapsed_s / (num_bytes / _MIB)) + self._keep * self._ema
+        if self._would_be > self._high:
+            self._stalled = True
+            self._enter_pressure()
+
     def reset(self) -> None:
         """Back to the state after construction, warm-up and policy included."""
         self._clear_state()
         self._policy.reset()
 
     # What follows from it.
+
+    def _after_stall(self, sample_s: float) -> float:
+        """What a store that comes home after a stall counts for.
+
+        Its age has been held against the tier while it lasted. Folded in whole, a minute's hang would
+        keep the tier shut for another twenty seconds after it works again.
+        """
+        if sample_s <= self._high:
+            self._stalled = False
+            return sample_s
+        return min(sample_s, self.FAILURE_HIGH_MARKS * self._high) if self._high > 0 else sample_s
 
     def _fold_sample(self, sample_s: float, now_s: float) -> None:
         self._ema = self._alpha * sample_s + self._keep * self._ema
@@ -237,7 +269,7 @@ class EMABackpressureDetector(BackpressureDetector):
         if idle_s > 0 and self._decay_half_life_s > 0:
             self._ema *= 0.5 ** (idle_s / self._decay_half_life_s)
             self._last_update = now_s
-        if self._ema < self._low:
+        if self._ema < self._low and not self._would_be > self._low:
             self._leave_pressure(now_s)
             return False
         return True
@@ -247,10 +279,24 @@ class EMABackpressureDetector(BackpressureDetector):
         return self._healthy_streak >= self.HEALTHY_COMPLETIONS and not self._under_pressure
 
     def severity(self) -> float:
-        """`max(0, ema - high) / high`, or infinite for a high mark of 0 or less; a query (see `SupportsSeverity`)."""
+        """`max(0, ema - high) / high`, or infinite for a high mark of 0 or less; a query (see `SupportsSeverity`).
+
+        While a store is under way that would take the EMA higher, by what it would be.
+        """
         if self._high <= 0:
             return math.inf
-        return max(0.0, self._ema - self._high) / self._high
+        ema_s = max(self._would_be, self._ema)
+        return max(0.0, ema_s - self._high) / self._high
+
+    @property
+    def high_water_s(self) -> float:
+        """s/MiB above which the tier is under pressure."""
+        return self._high
+
+    @property
+    def low_water_s(self) -> float:
+        """s/MiB below which pressure ends."""
+        return self._low
 
     def should_store(self, num_blocks: int) -> bool:
         """Whether one store of `num_blocks` blocks may go; a refusal is counted by the policy.
@@ -285,13 +331,15 @@ class EMABackpressureDetector(BackpressureDetector):
     def stats(self) -> dict[str, float]:
         """`store_latency_ema` (s/MiB), and as numbers the state behind it; reading changes nothing.
 
-        `under_pressure` is 1.0 or 0.0 as of the last question. `completions` counts samples since
+        `under_pressure` is 1.0 or 0.0 as of the last question, `in_flight_ema` what the EMA would be if the
+        oldest store under way ended now. `completions` counts samples since
         construction or `reset()`, the two streaks count completions below the low mark and failures
         in a row, `ignored_samples` the completions whose elapsed time was none.
         """
         return {
             "store_latency_ema": self._ema,
             "under_pressure": float(self._under_pressure),
+            "in_flight_ema": self._would_be,
             "completions": float(self._completions),
             "healthy_streak": float(self._healthy_streak),
             "failure_streak": float(self._failure_streak),

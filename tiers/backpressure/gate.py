@@ -1,0 +1,224 @@
+"""The gate of one tier: what its ranks report, turned into what a detector is fed.
+
+A detector knows one thing, how long a store took for its bytes. That alone cannot tell a slow tier
+from a busy one, from one that hangs, or from one that had the chunk already. The gate stands before
+it and feeds it the right figure:
+
+    Wrote ──▶ bytes really written, the tier's own time, less the fixed cost, its share ──▶ detector
+    stall ──▶ the same for the oldest store that has not come home: a sample still growing ─▶ detector
+
+Each of these corrections is a switch in `Signals`. With all of them off the detector sees what a
+plain connector would feed it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol, runtime_checkable
+
+from kvsluice.tiers.backpressure.base import BackpressureDetector
+from kvsluice.tiers.backpressure.traffic import Spent, Stall
+from kvsluice.tiers.errors import ConfigError
+
+__all__ = ["LOCAL_FIXED_COST_S", "NETWORK_FIXED_COST_S", "PLAIN", "Gate", "Signals", "SupportsLowMark"]
+
+_MIB: Final = 1 << 20
+
+LOCAL_FIXED_COST_S: Final = 0.0005
+"""The most that is taken for a fixed cost on a local tier: a system call, a seek on flash. A guess."""
+NETWORK_FIXED_COST_S: Final = 0.030
+"""The same over a network: a small PUT to a distant object store takes 10 to 30 ms. A guess."""
+DRAIN_ALPHA: Final = 0.15
+"""Weight of a new store in the measured rate; the detector's own default."""
+
+
+@runtime_checkable
+class SupportsLowMark(Protocol):
+    """A detector with a mark below which a store counts as fast; what is learned of fixed costs starts there."""
+
+    @property
+    def low_water_s(self) -> float:
+        """Seconds per MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """What a gate looks at beyond seconds and bytes; all on by default.
+
+    Attributes:
+        in_flight: the oldest store that has not come home counts as a sample that is still growing.
+        written_only: a chunk that the tier had already teaches nothing. Off: it counts as written.
+        own_time: the tier's own I/O time counts. Off: the time in its queue counts too.
+        goodput: of that time, a store's share beside all that runs at once. Off: the whole of it.
+        queue_time: a store that could not start within the tier's `max_queue_s` at the measured rate
+            is refused before it takes a buffer. Off: only the count of open stores is bounded.
+        fixed_cost_s: seconds of each store that do not depend on its size and are not held against the
+            tier; 0 for none, None to learn it from the fastest store seen.
+
+    Raises:
+        ConfigError: a switch that is no bool, a cost that is no number of seconds.
+    """
+
+    in_flight: bool = True
+    written_only: bool = True
+    own_time: bool = True
+    goodput: bool = True
+    queue_time: bool = True
+    fixed_cost_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("in_flight", "written_only", "own_time", "goodput", "queue_time"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        cost_s = self.fixed_cost_s
+        if cost_s is None:
+            return
+        if isinstance(cost_s, bool) or not isinstance(cost_s, (int, float)) or not 0 <= cost_s < math.inf:
+            raise ConfigError(f"fixed_cost_s must be a number of seconds from 0 on, or null, got {cost_s!r}")
+
+
+PLAIN: Final = Signals(
+    in_flight=False, written_only=False, own_time=False, goodput=False, queue_time=False, fixed_cost_s=0.0
+)
+"""All off: the detector alone."""
+
+
+class Gate:
+    """A detector with its policy, and what it is fed.
+
+    Thread-safety: none; the planner's thread alone.
+
+    Args:
+        detector: made by `build_gate`, or a stranger's.
+        signals: what to look at.
+        max_fixed_cost_s: the most that is learned as a fixed cost, where that is learned.
+    """
+
+    __slots__ = (
+        "_drain_s",
+        "_fixed_cost_s",
+        "_low_s",
+        "_max_fixed_cost_s",
+        "_stall_drain_s",
+        "detector",
+        "should_store",
+        "signals",
+    )
+
+    def __init__(
+        self,
+        detector: BackpressureDetector,
+        signals: Signals | None = None,
+        *,
+        max_fixed_cost_s: float = LOCAL_FIXED_COST_S,
+    ) -> None:
+        self.detector = detector
+        self.signals = Signals() if signals is None else signals
+        self._low_s = detector.low_water_s if isinstance(detector, SupportsLowMark) else None
+        self._max_fixed_cost_s = max_fixed_cost_s
+        self.should_store = detector.should_store
+        """Ask about one store of so many blocks: the detector's own method, without a call between."""
+        self._clear()
+
+    def _clear(self) -> None:
+        self._fixed_cost_s = math.inf
+        self._drain_s = 0.0
+        self._stall_drain_s = 0.0
+
+    # What the ranks report.
+
+    def on_store_ended(self, num_bytes: int, spent: Spent, *, queue_s: float = 0.0, chunk_bytes: int = 0) -> None:
+        """One rank's store is over and the tier holds the chunk.
+
+        Args:
+            num_bytes: really written; 0 where the tier had the chunk.
+            spent: the tier's own time.
+            queue_s: how long it waited for a thread before.
+            chunk_bytes: what was to be written.
+        """
+        signals = self.signals
+        drain_s = spent.drain_s
+        self._drain_s += DRAIN_ALPHA * (drain_s - self._drain_s) if self._drain_s else drain_s
+        # One came home; whether the others hang is told by the next report.
+        self._stall_drain_s = 0.0
+        if num_bytes <= 0:
+            if signals.written_only:
+                return
+            num_bytes = chunk_bytes
+        elapsed_s = spent.elapsed_s
+        if signals.fixed_cost_s is None:
+            self._learn_fixed_cost(elapsed_s, num_bytes)
+        elapsed_s = self._own(elapsed_s, spent.share_s)
+        if not signals.own_time:
+            elapsed_s += queue_s
+        self.detector.on_store_completed(elapsed_s, num_bytes)
+
+    def on_store_failed(self) -> None:
+        """One rank's store failed through the tier's fault."""
+        self.detector.on_store_failed()
+
+    def on_stall(self, stall: Stall, chunk_bytes: int) -> None:
+        """How long stores have been under way on one rank without one coming home, as of its report.
+
+        Args:
+            stall: all 0 where none is under way.
+            chunk_bytes: what each of them is to write.
+        """
+        self._stall_drain_s = stall.drain_s
+        if self.signals.in_flight:
+            self.detector.on_store_in_flight(self._own(stall.oldest_s, stall.share_s), chunk_bytes)
+
+    # What is asked.
+
+    def wait_s(self, stores_ahead: int) -> float:
+        """How long a store will wait that comes behind `stores_ahead` others, at the rate of the last ones.
+
+        0.0 before the first has come home, and with `queue_time` off.
+        """
+        if not self.signals.queue_time:
+            return 0.0
+        drain_s = self._drain_s
+        if drain_s and self._stall_drain_s > drain_s:
+            drain_s = self._stall_drain_s
+        return stores_ahead * drain_s
+
+    @property
+    def fixed_cost_s(self) -> float:
+        """Seconds of each store that are not held against the tier now."""
+        given_s = self.signals.fixed_cost_s
+        if given_s is not None:
+            return given_s
+        return 0.0 if self._low_s is None else min(self._fixed_cost_s, self._max_fixed_cost_s)
+
+    def is_under_pressure(self) -> bool:
+        """The detector's word; may bring its state up to date with the clock."""
+        return self.detector.is_under_pressure()
+
+    @property
+    def stats(self) -> Mapping[str, float]:
+        """The detector's, and `fixed_cost` and `store_interval` in seconds: what is measured here."""
+        return {
+            **self.detector.stats,
+            "fixed_cost": self.fixed_cost_s,
+            "store_interval": max(self._drain_s, self._stall_drain_s),
+        }
+
+    def reset(self) -> None:
+        """Back to the state after construction."""
+        self._clear()
+        self.detector.reset()
+
+    def _own(self, elapsed_s: float, share_s: float) -> float:
+        """Of a time under way, what is the tier's doing."""
+        own_s = max(0.0, elapsed_s - self.fixed_cost_s)
+        # Fixed costs of stores that run at once pass at once; what is left of them is shared.
+        return own_s * (share_s / elapsed_s) if self.signals.goodput and elapsed_s > 0 else own_s
+
+    def _learn_fixed_cost(self, elapsed_s: float, num_bytes: int) -> None:
+        # What the fastest store took beyond what its bytes may take on a tier that is well. A tier that has
+        # been slow from its first store on cannot hide behind it: it is bounded.
+        if self._low_s is not None:
+            beyond_s = max(0.0, elapsed_s - self._low_s * num_bytes / _MIB)
+            self._fixed_cost_s = min(self._fixed_cost_s, beyond_s)

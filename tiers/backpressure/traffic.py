@@ -1,0 +1,187 @@
+"""Which operations of one tier run at this moment, and what part of its time falls to each.
+
+Eight stores that run at once on a device each take eight times as long as one alone, and the device
+is no slower for it. So beside the time that an operation takes, its *share* is counted: while n
+operations run, each of them is charged 1/n of every second. Shares add up to the time in which
+anything ran at all, however the operations overlap, which makes `share / bytes` the device's own
+seconds per byte, the inverse of its goodput.
+
+    n(t)     1111222221111      a: 9 s from start to end, 6.5 s of share
+    store a  |=======|          b: 9 s,                   6.5 s
+    store b      |=======|      something ran for 13 s = 6.5 s + 6.5 s
+
+It costs two additions per start and end: a virtual clock runs at 1/n, and a share is the difference
+of two readings.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["Operation", "Spent", "Stall", "Traffic"]
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What one operation took, in seconds.
+
+    Attributes:
+        elapsed_s: from start to end.
+        share_s: its part where every operation under way is charged alike, loads and stores.
+        drain_s: its part among those of its own kind alone: the time from one of them to the next.
+    """
+
+    elapsed_s: float
+    share_s: float
+    drain_s: float
+
+    @classmethod
+    def alone(cls, elapsed_s: float) -> Spent:
+        """Of an operation that nothing ran beside."""
+        return cls(elapsed_s, elapsed_s, elapsed_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """How long stores have been under way without one coming home; all 0 with none under way.
+
+    Attributes:
+        oldest_s: age of the oldest store under way.
+        share_s: what falls to one store of the time since the last one ended, or since the oldest
+            began where that is later: what the next to end will have cost at the least.
+        drain_s: the same among stores alone.
+    """
+
+    oldest_s: float = 0.0
+    share_s: float = 0.0
+    drain_s: float = 0.0
+
+
+class Operation:
+    """One operation under way; made by `Traffic.start`, given back to `Traffic.finish`."""
+
+    __slots__ = ("all_s", "is_store", "kind_s", "start_s")
+
+    def __init__(self, is_store: bool, start_s: float, all_s: float, kind_s: float) -> None:
+        self.is_store = is_store
+        self.start_s = start_s
+        self.all_s = all_s
+        self.kind_s = kind_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Now:
+    """What a reader needs for `stall`, replaced as a whole so that it is never read half changed."""
+
+    at_s: float = 0.0
+    num_all: int = 0
+    num_stores: int = 0
+    all_s: float = 0.0
+    stores_s: float = 0.0
+    oldest_start_s: float = 0.0
+    since_all_s: float = 0.0
+    since_stores_s: float = 0.0
+
+
+class Traffic:
+    """The operations of one tier on one rank.
+
+    Thread-safety: `start` and `finish` may be called by any number of threads; they hold a lock for a
+    few additions, never across I/O. `stall` takes no lock, so that a scheduling path may ask.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._at_s = clock()
+        self._loads = 0
+        self._all_s = 0.0
+        self._loads_s = 0.0
+        self._stores_s = 0.0
+        self._ended_all_s = 0.0
+        self._ended_stores_s = 0.0
+        # A dict keeps the order of starting, so its first entry is the oldest.
+        self._stores: dict[Operation, None] = {}
+        self._now = _Now()
+
+    def start(self, *, is_store: bool) -> Operation:
+        """An operation begins now."""
+        with self._lock:
+            now_s = self._advance()
+            operation = Operation(is_store, now_s, self._all_s, self._stores_s if is_store else self._loads_s)
+            if is_store:
+                self._stores[operation] = None
+            else:
+                self._loads += 1
+            self._publish()
+            return operation
+
+    def finish(self, operation: Operation) -> Spent:
+        """It has ended now, in whatever way."""
+        with self._lock:
+            now_s = self._advance()
+            kind_s = self._loads_s
+            if operation.is_store:
+                kind_s = self._stores_s
+                del self._stores[operation]
+                self._ended_all_s = self._all_s
+                self._ended_stores_s = self._stores_s
+            else:
+                self._loads -= 1
+            self._publish()
+            return Spent(now_s - operation.start_s, self._all_s - operation.all_s, kind_s - operation.kind_s)
+
+    def stuck_stores(self, older_than_s: float) -> int:
+        """Stores that have been under way for longer than `older_than_s`."""
+        with self._lock:
+            limit_s = self._clock() - older_than_s
+            return sum(operation.start_s < limit_s for operation in self._stores)
+
+    def stall(self) -> Stall:
+        """How long stores have been under way without one ending."""
+        now = self._now
+        if not now.num_stores:
+            return Stall()
+        now_s = self._clock()
+        passed_s = max(0.0, now_s - now.at_s)
+        return Stall(
+            now_s - now.oldest_start_s,
+            now.all_s + passed_s / now.num_all - now.since_all_s,
+            now.stores_s + passed_s / now.num_stores - now.since_stores_s,
+        )
+
+    def _advance(self) -> float:
+        # The clock is read under the lock, so that no two readings come in the wrong order.
+        now_s = self._clock()
+        passed_s = now_s - self._at_s
+        stores = len(self._stores)
+        if stores:
+            self._stores_s += passed_s / stores
+        if self._loads:
+            self._loads_s += passed_s / self._loads
+        if stores or self._loads:
+            self._all_s += passed_s / (stores + self._loads)
+        self._at_s = now_s
+        return now_s
+
+    def _publish(self) -> None:
+        oldest = next(iter(self._stores), None)
+        if oldest is None:
+            self._now = _Now()
+            return
+        self._now = _Now(
+            self._at_s,
+            len(self._stores) + self._loads,
+            len(self._stores),
+            self._all_s,
+            self._stores_s,
+            oldest.start_s,
+            max(oldest.all_s, self._ended_all_s),
+            max(oldest.kind_s, self._ended_stores_s),
+        )
