@@ -129,6 +129,7 @@ class TierConfig(Model):
         description="Seconds a store may wait before it is shed, so that it holds its pinned slot no longer. "
         "Default 5.0: a chunk nobody got to in that time is holding up newer ones.",
     )
+
     def backpressure_for(self, common: Mapping[str, object] | None) -> dict[str, object] | None:
         """A new dict for `build_gate`: this tier's own keys over the `common` ones; `None` where it has no gate."""
         return merge_backpressure(common, INHERIT if self.backpressure == "inherit" else self.backpressure)

@@ -74,7 +74,7 @@ def test_loads_go_before_stores_that_were_put_earlier(queues, log):
         queue.put_store(Task(f"store {at}", log))
     for at in range(3):
         queue.put_load(Task(f"load {at}", log))
-    assert (queue.queued_loads, queue.queued_stores, queue.running) == (3, 3, 2)
+    assert (queue.state().queued_loads, queue.state().queued_stores, queue.state().running) == (3, 3, 2)
     writing.open()
     until(lambda: None, lambda: len(log) == 6)
     reading.open()
@@ -104,7 +104,7 @@ def test_waiting_stores_older_than_the_limit_are_shed_and_younger_ones_stay(queu
         clock.advance(1.0)
     queue.shed_stores("late", older_than_s=1.5)
     assert log == ["shed store 0 late", "shed store 1 late"]
-    assert queue.queued_stores == 1
+    assert queue.state().queued_stores == 1
     writing.open()
     reading.open()
     until(lambda: None, lambda: log[-1] == "run store 2")
@@ -118,27 +118,9 @@ def test_shedding_leaves_a_running_task_alone(queues, log):
     queue.shed_stores("reset")
     queue.shed_loads("reset")
     assert log == ["shed store reset", "shed load reset"]
-    assert queue.running == 2
+    assert queue.state().running == 2
     writing.open()
     reading.open()
-
-
-def test_the_age_of_the_oldest_running_store_is_told(queues, log):
-    clock = Clock()
-    queue = queues(writers=2, clock=clock)
-    assert queue.oldest_store_s() == 0.0
-    old, young = Hold(), Hold()
-    queue.put_store(Task("old", log, old))
-    old.wait_for()
-    clock.advance(3.0)
-    queue.put_store(Task("young", log, young))
-    young.wait_for()
-    clock.advance(1.0)
-    assert queue.oldest_store_s() == 4.0
-    old.open()
-    until(lambda: None, lambda: queue.running == 1)
-    assert queue.oldest_store_s() == 1.0
-    young.open()
 
 
 def test_a_task_that_raises_is_told_and_the_thread_lives_on(queues, log, caplog):

@@ -30,13 +30,13 @@ from kvsluice.connector.orders import (
 from kvsluice.connector.planner import Planner, PlannerSettings
 from kvsluice.connector.results import Lookup
 from kvsluice.tiers import reasons
-from kvsluice.tiers.backpressure import BackpressureDetector, DropStorePolicy
+from kvsluice.tiers.backpressure import BackpressureDetector, DropStorePolicy, Gate, Spent, Stall
 
 KEYS = [make_key(number) for number in range(4096)]
 CHUNK_BYTES = 512
 
 
-class Gate(BackpressureDetector):
+class Detector(BackpressureDetector):
     """Lets through what the test says and notes what it is told."""
 
     def __init__(self) -> None:
@@ -68,12 +68,12 @@ class Bench:
 
     def __init__(self, *tiers: str, ranks: int = 1, slots: int = 8, host_slots: int = 0, **settings: object) -> None:
         self.clock = Clock()
-        self.gates = {name: Gate() for name in tiers}
+        self.gates = {name: Detector() for name in tiers}
         self.names = list(tiers)
         self.ranks = ranks
         limits = {key: settings.pop(key) for key in ("max_queue_chunks", "max_queue_s") if key in settings}
         self.planner = Planner(
-            [PlannedTier(name, name, self.gates[name], **limits) for name in tiers],
+            [PlannedTier(name, name, Gate(self.gates[name]), **limits) for name in tiers],
             PlannerSettings(
                 blocks_per_chunk=2,
                 num_blocks=64,
@@ -119,7 +119,9 @@ class Bench:
         for part in order.parts:
             size = 0 if reason else CHUNK_BYTES
             loaded = Loaded(order.job_id, part.part, tier, reason, size, 0.1, 0.2, 0.3)
-            wrote = [Wrote(order.job_id, part.part, up, None, CHUNK_BYTES, 0.1, Spent.alone(0.1)) for up in part.copy_up]
+            wrote = [
+                Wrote(order.job_id, part.part, up, None, CHUNK_BYTES, 0.1, Spent.alone(0.1)) for up in part.copy_up
+            ]
             self.report(loaded, *wrote, Ended(order.job_id, part.part), rank=rank)
 
 

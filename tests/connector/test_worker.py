@@ -314,7 +314,7 @@ def test_a_read_that_ends_after_close_writes_no_block(make_rank):
     rank.collect()
     assert [event.reason for event in rank.events if isinstance(event, Loaded)] == [reasons.CLOSED]
     hold.open()
-    until(lambda: None, lambda: not rank.worker._queues[0].running)  # noqa: SLF001
+    until(lambda: None, lambda: not rank.worker._queues[0].state().running)  # noqa: SLF001
     assert rank.cache.is_blank(range(32))
     rank.worker._closed = ()  # noqa: SLF001 - the thread has come home since
 

@@ -422,6 +422,7 @@ def test_stats_say_what_the_state_is(clock):
     assert detector.stats == {
         "store_latency_ema": FAST,
         "under_pressure": 0.0,
+        "in_flight_ema": 0.0,
         "completions": 3.0,
         "healthy_streak": 3.0,
         "failure_streak": 0.0,

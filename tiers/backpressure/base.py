@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-__all__ = ["BackpressureDetector", "BackpressurePolicy", "SupportsSeverity", "default_policy_class"]
+__all__ = ["BackpressureDetector", "BackpressurePolicy", "SupportsSeverity", "default_policy_class", "is_network"]
 
 
 @runtime_checkable
@@ -135,6 +135,11 @@ class BackpressureDetector(abc.ABC):
     def stats(self) -> dict[str, float]:
         """A snapshot for metrics; reading it changes nothing."""
         return {}
+
+
+def is_network(tier_type: str, locality: str | None) -> bool:
+    """Whether a tier is reached over a network: `obj`, and whatever says so of itself (in any case)."""
+    return tier_type == "obj" or (locality is not None and locality.upper() == "REMOTE")
 
 
 def default_policy_class(detector_cls: type[BackpressureDetector]) -> type[BackpressurePolicy]:

@@ -22,7 +22,7 @@ from typing import Final, Protocol, TypeVar, cast
 
 from kvsluice.tiers.backpressure.base import BackpressureDetector, BackpressurePolicy, default_policy_class
 from kvsluice.tiers.backpressure.ema import EMABackpressureDetector
-from kvsluice.tiers.backpressure.gate import LOCAL_FIXED_COST_S, NETWORK_FIXED_COST_S, Gate, Signals
+from kvsluice.tiers.backpressure.gate import Gate, Signals, max_fixed_cost_s
 from kvsluice.tiers.backpressure.policies import DropStorePolicy, ThrottledDropPolicy
 from kvsluice.tiers.errors import ConfigError
 
@@ -137,11 +137,10 @@ def build_gate(
     if "clock" in takes["detector_args"]:
         detector_args["clock"] = clock
     signals = _construct(Signals, arguments["signals"], where)
-    network = tier_type == "obj" or (locality is not None and locality.upper() == "REMOTE")
     return Gate(
         _construct(detector_cls, detector_args, where),
         signals,
-        max_fixed_cost_s=NETWORK_FIXED_COST_S if network else LOCAL_FIXED_COST_S,
+        max_fixed_cost_s=max_fixed_cost_s(tier_type, locality),
     )
 
 
@@ -162,7 +161,7 @@ def _sort_arguments(
         if not owners:
             raise _unknown(where, key, value, {*_OWN_KEYS, *frozenset().union(*known.values())})
         if len(owners) > 1:
-            raise ConfigError(f"{where}: {' and '.join(owners)} all take {key!r} ({value!r}): put it into one of them")
+            raise ConfigError(f"{where}: more than one of {owners} takes {key!r} ({value!r}): put it into one of them")
         if key in found[owners[0]]:
             raise ConfigError(f"{where}: {key!r} is given twice: {value!r}, and in {owners[0]}")
         found[owners[0]][key] = value

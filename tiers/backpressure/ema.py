@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import ClassVar, Final
 
-from kvsluice.tiers.backpressure.base import BackpressureDetector, BackpressurePolicy
+from kvsluice.tiers.backpressure.base import BackpressureDetector, BackpressurePolicy, is_network
 from kvsluice.tiers.errors import ConfigError
 
 __all__ = ["EMABackpressureDetector"]
@@ -146,7 +146,7 @@ class EMABackpressureDetector(BackpressureDetector):
         `obj` and every tier whose locality is REMOTE (any case) get the network marks, all others
         the local ones.
         """
-        network = tier_type == "obj" or (locality is not None and locality.upper() == "REMOTE")
+        network = is_network(tier_type, locality)
         config: dict[str, object] = {
             "high_water_s": cls.NETWORK_HIGH_WATER_S if network else cls.LOCAL_HIGH_WATER_S,
             "low_water_s": cls.NETWORK_LOW_WATER_S if network else cls.LOCAL_LOW_WATER_S,

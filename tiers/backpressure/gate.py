@@ -18,11 +18,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol, runtime_checkable
 
-from kvsluice.tiers.backpressure.base import BackpressureDetector
+from kvsluice.tiers.backpressure.base import BackpressureDetector, is_network
 from kvsluice.tiers.backpressure.traffic import Spent, Stall
 from kvsluice.tiers.errors import ConfigError
 
-__all__ = ["LOCAL_FIXED_COST_S", "NETWORK_FIXED_COST_S", "PLAIN", "Gate", "Signals", "SupportsLowMark"]
+__all__ = [
+    "LOCAL_FIXED_COST_S",
+    "NETWORK_FIXED_COST_S",
+    "PLAIN",
+    "Gate",
+    "Signals",
+    "SupportsLowMark",
+    "max_fixed_cost_s",
+]
 
 _MIB: Final = 1 << 20
 
@@ -32,6 +40,13 @@ NETWORK_FIXED_COST_S: Final = 0.030
 """The same over a network: a small PUT to a distant object store takes 10 to 30 ms. A guess."""
 DRAIN_ALPHA: Final = 0.15
 """Weight of a new store in the measured rate; the detector's own default."""
+
+
+def max_fixed_cost_s(tier_type: str, locality: str | None) -> float:
+    """The most that a gate of this kind of tier learns as a fixed cost; none for host memory, which has none."""
+    if tier_type == "host":
+        return 0.0
+    return NETWORK_FIXED_COST_S if is_network(tier_type, locality) else LOCAL_FIXED_COST_S
 
 
 @runtime_checkable
