@@ -11,33 +11,28 @@ so that what an older model left behind is reclaimed too.
 from __future__ import annotations
 
 import errno
-import heapq
 import logging
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from kvsluice.tiers.base import TierUsage, round_up, take_left
 from kvsluice.tiers.errors import TierUnavailableError
+from kvsluice.tiers.eviction import Coldest, is_overfull, surplus_bytes
 from kvsluice.tiers.fs_tree import FanOutFile, fan_out, owner_is_dead, restore_root, subdirectories, walk_namespace
 from kvsluice.tiers.names import file_name
 from kvsluice.tiers.reasons import DISK_FULL, IO_ERROR
 
-__all__ = ["DEFAULT_SHARE", "LOW_MARK", "DiskQuota", "reserve_of"]
+__all__ = ["DEFAULT_SHARE", "DiskQuota", "reserve_of"]
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_SHARE: Final = 0.8
 """Without a configured capacity: this much of what was free at the start, plus what the tier already used."""
-LOW_MARK: Final = 0.9
-"""Eviction starts above the capacity and stops here, so that one walk makes room for many stores."""
-SLACK: Final = 0.1
-"""Stores are refused while use is this share above the capacity: eviction cannot keep up. A guess."""
 RESERVE_SHARE: Final = 0.01
 RESERVE_MAX_BYTES: Final = 1 << 30
 """Free space left to others: 1 % of the file system or 1 GiB, whichever is smaller."""
@@ -63,31 +58,20 @@ def _free_of(status: os.statvfs_result) -> int:
     return status.f_bavail * status.f_frsize
 
 
-@dataclass(slots=True)
 class _Survey:
     """What one walk found: the totals, and the coldest files that together make `wanted_bytes`."""
 
-    wanted_bytes: int
-    chunks: int = 0
-    used_bytes: int = 0
-    victim_bytes: int = 0
-    # Hottest on top, as heapq keeps the smallest first; the path breaks ties.
-    _victims: list[tuple[float, str, FanOutFile]] = field(default_factory=list)
+    def __init__(self, wanted_bytes: int) -> None:
+        self.chunks = 0
+        self.used_bytes = 0
+        self.victims: Coldest[FanOutFile] = Coldest(wanted_bytes)
 
     def add(self, found: FanOutFile) -> None:
         self.used_bytes += found.allocated_bytes
         if found.key is None:
             return
         self.chunks += 1
-        if self.victim_bytes >= self.wanted_bytes and (not self._victims or found.modified_s >= -self._victims[0][0]):
-            return
-        heapq.heappush(self._victims, (-found.modified_s, found.path, found))
-        self.victim_bytes += found.allocated_bytes
-        while self._victims and self.victim_bytes - self._victims[0][2].allocated_bytes >= self.wanted_bytes:
-            self.victim_bytes -= heapq.heappop(self._victims)[2].allocated_bytes
-
-    def coldest_first(self) -> list[FanOutFile]:
-        return [found for _, _, found in sorted(self._victims, reverse=True)]
+        self.victims.add(found, name=found.path, used_s=found.modified_s, num_bytes=found.allocated_bytes)
 
 
 class DiskQuota:
@@ -174,7 +158,7 @@ class DiskQuota:
             if free - wanted < reserve:
                 self._want_eviction(2 * reserve + wanted - free)
                 raise self._full(f"{free} bytes are free, {wanted} are wanted and {reserve} are left to others")
-            if self._used_bytes > self._capacity_bytes * (1 + SLACK):
+            if is_overfull(self._used_bytes, self._capacity_bytes):
                 self._want_eviction()
                 raise self._full(f"{self._used_bytes} bytes are used, the capacity is {self._capacity_bytes}")
             self._count(wanted, 0)
@@ -326,8 +310,7 @@ class DiskQuota:
         """One walk and the deletions it calls for; whether the use is still too high by what the walk found."""
         with self._lock:
             self._came_bytes = self._came_chunks = 0
-            over = self._used_bytes > self._capacity_bytes
-            wanted = max(shortage_bytes, self._used_bytes - self._low_bytes() if over else 0)
+            wanted = max(shortage_bytes, surplus_bytes(self._used_bytes, self._capacity_bytes))
         survey = _Survey(wanted)
         now_s = self._wall_clock()
         for namespace in subdirectories(self._root_dir):
@@ -344,17 +327,13 @@ class DiskQuota:
             self._surveyed = True
             self._used_bytes = max(0, survey.used_bytes + self._came_bytes)
             self._chunks = max(0, survey.chunks + self._came_chunks)
-            over = self._used_bytes > self._capacity_bytes
             if not shortage_bytes:
-                wanted = self._used_bytes - self._low_bytes() if over else 0
-        freed = self._evict(survey.coldest_first(), wanted)
+                wanted = surplus_bytes(self._used_bytes, self._capacity_bytes)
+        freed = self._evict(survey.victims.coldest_first(), wanted)
         with self._lock:
-            if freed < min(wanted, survey.wanted_bytes):
+            if freed < min(wanted, survey.victims.wanted_bytes):
                 self._evict_after_s = self._clock() + RETRY_INTERVAL_S
-            return self._used_bytes > self._capacity_bytes and freed >= survey.wanted_bytes
-
-    def _low_bytes(self) -> int:
-        return int(self._capacity_bytes * LOW_MARK)
+            return self._used_bytes > self._capacity_bytes and freed >= survey.victims.wanted_bytes
 
     @staticmethod
     def _is_orphan(found: FanOutFile, now_s: float) -> bool:

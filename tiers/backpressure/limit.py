@@ -6,10 +6,10 @@ Two limits, because two things are wanted:
                      sooner, and the load that comes next would wait behind all of them.
     loads there      as many as the loads do not feel, at least one.
 
-The first is found as TCP Vegas finds its window: with n under way and a latency of T where one alone
-takes T_alone, `n * (1 - T_alone / T)` of them only queue in the device; few is right. The second
-rises by addition while loads take about as long as without stores, and falls by multiplication when
-they take longer.
+The first climbs by trial: some stores at the level that holds, some a step beside it, and goodput
+says which is kept. It needs no model of the device, so one disk, a striped array and a distant
+object store are treated alike. The second rises by addition while loads take about as long as
+without stores, and falls by multiplication when they take longer.
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ from kvsluice.tiers.backpressure.traffic import Spent
 
 __all__ = ["StoreLimit"]
 
-QUEUED_FEW: Final = 1.0
-"""With fewer than this many only queueing in the device, one more may run."""
-QUEUED_MANY: Final = 2.5
-"""With more, one less: the device has been full for some while."""
+GOOD_ENOUGH: Final = 0.97
+"""A step down is kept where it keeps this part of the goodput; steps end near 90 % of the device's best."""
+WORTH_MORE: Final = 1.04
+"""A step up is kept where it brings this much; above 1 / GOOD_ENOUGH, so that the two do not chase each other."""
+STEP: Final = 0.25
+"""A step is a quarter of the level, at least one store."""
+MIN_SAMPLES: Final = 16
+PAUSE_S: Final = 2.0
+"""After a step that was not kept the level holds for this long."""
+
 TOLERATED_SLOWDOWN: Final = 1.25
 """A load beside stores may take this much of what it takes without; a guess between 1 and the 2 that is promised."""
 BESIDE_STEP: Final = 0.1
 BESIDE_CUT: Final = 0.8
 WINDOW_S: Final = 30.0
-"""How long the fastest operation seen stands for the device: a minute at most, two of these windows."""
-PROBE_INTERVAL_S: Final = 10.0
-PROBE_STORES: Final = 2
-"""Every ten seconds two stores run alone, so that what one alone takes stays known."""
+"""How long the fastest load seen stands for the device: a minute at most, two of these windows."""
 
 
 class _WindowedMin:
@@ -62,6 +65,75 @@ class _WindowedMin:
         return min(self._current, self._before)
 
 
+class _Climb:
+    """The level that gives the most goodput for the fewest stores, by trial."""
+
+    __slots__ = ("_base", "_count", "_down", "_pause_until_s", "_settling", "_share_s", "_trial", "level", "max_level")
+
+    def __init__(self, max_level: int) -> None:
+        # From the top: goodput is whole from the first store on, and a step down is tried at once.
+        self.level = max_level
+        self.max_level = max_level
+        self._trial = 0
+        self._base = 0.0
+        self._down = True
+        self._pause_until_s = -math.inf
+        self._settling = 0
+        self._count = 0
+        self._share_s = 0.0
+
+    @property
+    def current(self) -> int:
+        """What holds, or what is being tried."""
+        return self._trial or self.level
+
+    def disturbed(self) -> None:
+        """Something else ran beside: what was measured so far is not the stores' own."""
+        self._settling = self.current
+        self._count = 0
+        self._share_s = 0.0
+
+    def add(self, spent: Spent, now_s: float) -> None:
+        level = self.current
+        if self._settling:
+            # Began at another level.
+            self._settling -= 1
+            return
+        # Where too few stores come to fill the level, nothing can be said of it.
+        if now_s < self._pause_until_s or spent.elapsed_s < 0.8 * level * spent.share_s:
+            return
+        self._count += 1
+        self._share_s += spent.share_s
+        if self._count < max(MIN_SAMPLES, 4 * level):
+            return
+        goodput = self._count / self._share_s
+        if not self._trial:
+            self._base = goodput
+        elif goodput >= self._base * (GOOD_ENOUGH if self._down else WORTH_MORE):
+            self.level = self._trial
+            self._base = max(self._base, goodput)
+        else:
+            self._down = not self._down
+            self._pause_until_s = now_s + PAUSE_S
+            self._try(0)
+            return
+        self._try(self._next())
+
+    def _next(self) -> int:
+        for _ in range(2):
+            step = max(1, int(self.level * STEP))
+            trial = self.level - step if self._down else self.level + step
+            trial = min(self.max_level, max(1, trial))
+            if trial != self.level:
+                return trial
+            self._down = not self._down
+        return 0
+
+    def _try(self, trial: int) -> None:
+        self._trial = trial
+        self.disturbed()
+
+
 class StoreLimit:
     """Not thread-safe: called under the lock of whoever enforces it.
 
@@ -73,47 +145,28 @@ class StoreLimit:
     def __init__(self, max_stores: int, clock: Callable[[], float] = time.monotonic) -> None:
         if max_stores < 1:
             raise ValueError(f"max_stores must be at least 1, got {max_stores}")
-        self.max_stores = max_stores
         self._clock = clock
-        self._idle = float(min(2, max_stores))
+        self._climb = _Climb(max_stores)
         self._beside = 1.0
-        self._store_alone_s = _WindowedMin()
         self._load_alone_s = _WindowedMin()
         self._load_drain_s = _WindowedMin()
-        self._probe_at_s = clock() + PROBE_INTERVAL_S
-        self._probing = 0
 
     def allowed(self, *, loads: bool) -> int:
         """Stores that may run now; `loads` says whether any load waits or runs."""
-        if loads:
-            return int(min(self._beside, self._idle))
-        return 1 if self._probing else int(self._idle)
+        return min(int(self._beside), self._climb.level) if loads else self._climb.current
 
     def on_store_ended(self, spent: Spent) -> None:
         """A store that really wrote a whole chunk has ended; others teach nothing."""
-        if not spent.elapsed_s > 0:
+        if not spent.share_s > 0:
             return
-        now_s = self._clock()
-        if now_s >= self._probe_at_s and not self._probing:
-            self._probing = PROBE_STORES
-        # Of one that loads ran beside, nobody can say what it would have taken without.
         if spent.share_s < 0.98 * spent.drain_s:
-            return
-        under_way = spent.elapsed_s / spent.drain_s
-        if self._probing and under_way < 1.1:
-            self._probing -= 1
-            if not self._probing:
-                self._probe_at_s = now_s + PROBE_INTERVAL_S
-        self._store_alone_s.add(spent.elapsed_s, now_s)
-        queued = under_way * (1 - self._store_alone_s.value / spent.elapsed_s)
-        if queued > QUEUED_MANY:
-            self._idle = max(1.0, self._idle - 1 / self._idle)
-        elif queued < QUEUED_FEW and under_way > 0.6 * int(self._idle):
-            self._idle = min(float(self.max_stores), self._idle + 1 / self._idle)
+            self._climb.disturbed()
+        else:
+            self._climb.add(spent, self._clock())
 
     def on_load_ended(self, spent: Spent) -> None:
         """A load that really read a whole chunk has ended."""
-        if not spent.elapsed_s > 0:
+        if not spent.share_s > 0:
             return
         now_s = self._clock()
         under_way = spent.elapsed_s / spent.drain_s
@@ -128,4 +181,4 @@ class StoreLimit:
         if spent.elapsed_s > TOLERATED_SLOWDOWN * expected_s:
             self._beside = max(1.0, self._beside * BESIDE_CUT)
         else:
-            self._beside = min(float(self.max_stores), self._beside + BESIDE_STEP / self._beside)
+            self._beside = min(float(self._climb.max_level), self._beside + BESIDE_STEP / self._beside)
