@@ -12,7 +12,7 @@ ARGS ?=
 ELSEWHERE := $(ROOT)/build/run
 EXAMPLES := $(wildcard examples/*.py)
 
-.PHONY: help demo demo-vllm test test-vllm lint types format bench-scheduling bench-slow-tier bench-copy clean setup-core setup-vllm
+.PHONY: help demo demo-vllm test test-vllm lint types format bench-scheduling bench-slow-tier bench-copy bench-gate clean setup-core setup-vllm
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "make %-18s %s\n", $$1, $$2}'
@@ -48,6 +48,9 @@ bench-slow-tier: setup-core ## a flood of stores on a tier that is slow for a wh
 
 bench-copy: setup-core ## gather and scatter on the CPU beside a plain memcpy
 	@$(BIN)/python $(ROOT)/benchmarks/cpu_copy.py $(ARGS)
+
+bench-gate: setup-vllm ## one decision and one completion of a gate, beside vLLM's own detector
+	@mkdir -p $(ELSEWHERE) && cd $(ELSEWHERE) && $(VLLM_BIN)/python $(ROOT)/benchmarks/gate_cost.py $(ARGS)
 
 setup-core:
 	@scripts/setup.sh core

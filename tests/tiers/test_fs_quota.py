@@ -11,8 +11,9 @@ import pytest
 
 from kvsluice.tiers import fs_quota
 from kvsluice.tiers.errors import TierUnavailableError
+from kvsluice.tiers.eviction import LOW_MARK
 from kvsluice.tiers.fs import FileSystemTier
-from kvsluice.tiers.fs_quota import DEFAULT_SHARE, LOW_MARK, DiskQuota, reserve_of
+from kvsluice.tiers.fs_quota import DEFAULT_SHARE, DiskQuota, reserve_of
 from kvsluice.tiers.fs_tree import fan_out, owner_is_dead, temp_name
 from kvsluice.tiers.reasons import DISK_FULL, IO_ERROR
 

@@ -40,6 +40,7 @@ NETWORK_FIXED_COST_S: Final = 0.030
 """The same over a network: a small PUT to a distant object store takes 10 to 30 ms. A guess."""
 DRAIN_ALPHA: Final = 0.15
 """Weight of a new store in the measured rate; the detector's own default."""
+_DRAIN_KEEP: Final = 1 - DRAIN_ALPHA
 
 
 def max_fixed_cost_s(tier_type: str, locality: str | None) -> float:
@@ -113,11 +114,16 @@ class Gate:
 
     __slots__ = (
         "_drain_s",
-        "_fixed_cost_s",
-        "_low_s",
-        "_max_fixed_cost_s",
+        "_first_fixed_cost_s",
+        "_goodput",
+        "_learns",
+        "_low_s_per_byte",
+        "_own_time",
         "_stall_drain_s",
+        "_tell",
+        "_written_only",
         "detector",
+        "fixed_cost_s",
         "should_store",
         "signals",
     )
@@ -131,14 +137,21 @@ class Gate:
     ) -> None:
         self.detector = detector
         self.signals = Signals() if signals is None else signals
-        self._low_s = detector.low_water_s if isinstance(detector, SupportsLowMark) else None
-        self._max_fixed_cost_s = max_fixed_cost_s
         self.should_store = detector.should_store
         """Ask about one store of so many blocks: the detector's own method, without a call between."""
+        self._tell = detector.on_store_completed
+        self._written_only = self.signals.written_only
+        self._own_time = self.signals.own_time
+        self._goodput = self.signals.goodput
+        low_s = detector.low_water_s if isinstance(detector, SupportsLowMark) else None
+        self._learns = self.signals.fixed_cost_s is None and low_s is not None and max_fixed_cost_s > 0
+        self._low_s_per_byte = (low_s or 0.0) / _MIB
+        self._first_fixed_cost_s = self.signals.fixed_cost_s or (max_fixed_cost_s if self._learns else 0.0)
         self._clear()
 
     def _clear(self) -> None:
-        self._fixed_cost_s = math.inf
+        self.fixed_cost_s = self._first_fixed_cost_s
+        """Seconds of each store that are not held against the tier."""
         self._drain_s = 0.0
         self._stall_drain_s = 0.0
 
@@ -153,22 +166,32 @@ class Gate:
             queue_s: how long it waited for a thread before.
             chunk_bytes: what was to be written.
         """
-        signals = self.signals
-        drain_s = spent.drain_s
-        self._drain_s += DRAIN_ALPHA * (drain_s - self._drain_s) if self._drain_s else drain_s
+        # Spelled out, without a call for each rule: this is paid for every chunk of every tier.
+        drain_s = self._drain_s
+        self._drain_s = DRAIN_ALPHA * spent.drain_s + _DRAIN_KEEP * drain_s if drain_s else spent.drain_s
         # One came home; whether the others hang is told by the next report.
         self._stall_drain_s = 0.0
         if num_bytes <= 0:
-            if signals.written_only:
+            if self._written_only:
                 return
             num_bytes = chunk_bytes
-        elapsed_s = spent.elapsed_s
-        if signals.fixed_cost_s is None:
-            self._learn_fixed_cost(elapsed_s, num_bytes)
-        elapsed_s = self._own(elapsed_s, spent.share_s)
-        if not signals.own_time:
-            elapsed_s += queue_s
-        self.detector.on_store_completed(elapsed_s, num_bytes)
+        elapsed_s = own_s = spent.elapsed_s
+        if self._learns:
+            # What the fastest store took beyond what its bytes may take on a tier that is well. A tier that
+            # has been slow from its first store on cannot hide behind it: it is bounded.
+            beyond_s = elapsed_s - self._low_s_per_byte * num_bytes
+            if beyond_s < self.fixed_cost_s:
+                self.fixed_cost_s = max(0.0, beyond_s)
+        if self.fixed_cost_s:
+            own_s = elapsed_s - self.fixed_cost_s
+            if own_s < 0.0:
+                own_s = 0.0
+        # Fixed costs of stores that run at once pass at once; what is left of them is shared.
+        if self._goodput and elapsed_s > 0.0:
+            own_s *= spent.share_s / elapsed_s
+        if not self._own_time:
+            own_s += queue_s
+        self._tell(own_s, num_bytes)
 
     def on_store_failed(self) -> None:
         """One rank's store failed through the tier's fault."""
@@ -183,7 +206,11 @@ class Gate:
         """
         self._stall_drain_s = stall.drain_s
         if self.signals.in_flight:
-            self.detector.on_store_in_flight(self._own(stall.oldest_s, stall.share_s), chunk_bytes)
+            age_s = stall.oldest_s
+            own_s = max(0.0, age_s - self.fixed_cost_s)
+            if self._goodput and age_s > 0.0:
+                own_s *= stall.share_s / age_s
+            self.detector.on_store_in_flight(own_s, chunk_bytes)
 
     # What is asked.
 
@@ -198,14 +225,6 @@ class Gate:
         if drain_s and self._stall_drain_s > drain_s:
             drain_s = self._stall_drain_s
         return stores_ahead * drain_s
-
-    @property
-    def fixed_cost_s(self) -> float:
-        """Seconds of each store that are not held against the tier now."""
-        given_s = self.signals.fixed_cost_s
-        if given_s is not None:
-            return given_s
-        return 0.0 if self._low_s is None else min(self._fixed_cost_s, self._max_fixed_cost_s)
 
     def is_under_pressure(self) -> bool:
         """The detector's word; may bring its state up to date with the clock."""
@@ -224,16 +243,3 @@ class Gate:
         """Back to the state after construction."""
         self._clear()
         self.detector.reset()
-
-    def _own(self, elapsed_s: float, share_s: float) -> float:
-        """Of a time under way, what is the tier's doing."""
-        own_s = max(0.0, elapsed_s - self.fixed_cost_s)
-        # Fixed costs of stores that run at once pass at once; what is left of them is shared.
-        return own_s * (share_s / elapsed_s) if self.signals.goodput and elapsed_s > 0 else own_s
-
-    def _learn_fixed_cost(self, elapsed_s: float, num_bytes: int) -> None:
-        # What the fastest store took beyond what its bytes may take on a tier that is well. A tier that has
-        # been slow from its first store on cannot hide behind it: it is bounded.
-        if self._low_s is not None:
-            beyond_s = max(0.0, elapsed_s - self._low_s * num_bytes / _MIB)
-            self._fixed_cost_s = min(self._fixed_cost_s, beyond_s)

@@ -6,16 +6,16 @@ Thread-safety: none needed or given; a policy lives on its detector's thread.
 from __future__ import annotations
 
 import abc
-from typing import Final, cast
+from typing import Final
 
 from kvsluice.tiers.backpressure.base import BackpressureDetector, BackpressurePolicy, SupportsSeverity
 from kvsluice.tiers.errors import ConfigError
 
 __all__ = ["DropAccountingPolicy", "DropStorePolicy", "ThrottledDropPolicy"]
 
-# The drop rate is summed as an integer count of 2**-64ths, so that no rounding error piles up over
-# millions of decisions: every double from 2**-11 to 1 is a whole number of them.
-_WHOLE_DROP: Final = 1 << 64
+# The drop rate is summed as an integer count of 2**-60ths, so that no rounding error piles up over
+# millions of decisions: every double from 2**-7 to 1 is a whole number of them.
+_WHOLE_DROP: Final = 1 << 60
 _WHOLE_DROP_FLOAT: Final = float(_WHOLE_DROP)
 
 
@@ -91,8 +91,9 @@ class ThrottledDropPolicy(DropAccountingPolicy):
     def should_store(self, detector: BackpressureDetector) -> bool:
         if not detector.is_under_pressure():
             return True
-        # check_detector looked when the two were put together; a protocol's isinstance is too dear here.
-        drop_rate = cast(SupportsSeverity, detector).severity() / self._ramp_factor
+        # check_detector looked when the two were put together; isinstance of a protocol, or a cast, is too dear here.
+        severity: float = detector.severity()  # type: ignore[attr-defined]
+        drop_rate = severity / self._ramp_factor
         if not drop_rate > 0.0:  # a severity that is no number drops nothing either
             return True
         if drop_rate >= 1.0:
