@@ -82,11 +82,11 @@ class TierAccount:
             reason = reasons.RESET
         elif self.stores_open >= self.plan.max_queue_chunks:
             reason = reasons.QUEUE_FULL
+        elif self.gate is not None and self.gate.wait_s(self.stores_open) > self.plan.max_queue_s:
+            reason = reasons.QUEUE_SLOW
         elif self.gate is not None and not self.gate.should_store(num_blocks):
             self.gate_drops += 1
             reason = reasons.GATE
-        elif self.gate is not None and self.gate.wait_s(self.stores_open) > self.plan.max_queue_s:
-            reason = reasons.QUEUE_SLOW
         else:
             self.stores_open += 1
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvsluice.connector.books import Books
-from kvsluice.connector.prober import Prober
+from kvsluice.connector.prober import SupportsProbing
 from kvsluice.connector.results import Lookup
 from kvsluice.tiers.chunk_file import check_key
 
@@ -20,7 +20,7 @@ class Lookups:
         prober: asks the tiers; None where no tier outlives this process.
     """
 
-    def __init__(self, books: Books, prober: Prober | None) -> None:
+    def __init__(self, books: Books, prober: SupportsProbing | None) -> None:
         self._books = books
         self._prober = prober
         self._asked_s: dict[tuple[int, bytes], float] = {}

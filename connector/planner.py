@@ -30,7 +30,7 @@ from kvsluice.connector.orders import (
     WorkerEvent,
     Wrote,
 )
-from kvsluice.connector.prober import Prober
+from kvsluice.connector.prober import SupportsProbing
 from kvsluice.connector.results import Lookup, OffloadStats, TransferResult
 from kvsluice.connector.store_plan import StorePlan
 from kvsluice.tiers import reasons
@@ -55,7 +55,7 @@ class Planner:
         tiers: Sequence[PlannedTier],
         settings: PlannerSettings,
         *,
-        prober: Prober | None = None,
+        prober: SupportsProbing | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings

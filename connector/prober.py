@@ -12,12 +12,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvsluice.tiers.base import Tier
 from kvsluice.tiers.chunk_file import stored_key
 from kvsluice.tiers.errors import SluiceError
 
-__all__ = ["Answer", "Prober"]
+__all__ = ["Answer", "Prober", "SupportsProbing"]
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +32,19 @@ class Answer:
     keys: tuple[bytes, ...]
     held: int
     error: str | None
+
+
+class SupportsProbing(Protocol):
+    """Whoever finds out for the planner which keys a tier holds; no method ever blocks."""
+
+    def ask(self, tier: int, keys: tuple[bytes, ...]) -> bool:
+        """Put one question; False where too many wait already."""
+
+    def answers(self) -> list[Answer]:
+        """What has arrived since the last call."""
+
+    def forget(self) -> None:
+        """Whatever was asked before, its answer is not wanted any more."""
 
 
 class Prober:

@@ -221,6 +221,41 @@ def test_every_task_ends_exactly_once_while_stores_are_shed_and_run_by_many_thre
     assert len(names) == len(set(names)) == 2000 + 667
 
 
+def test_with_few_stores_at_once_every_task_still_ends_and_no_writer_is_forgotten(queues, log):
+    queue = queues(readers=2, writers=4, adapt_stores=True)
+    together: list[int] = []
+
+    def store() -> None:
+        together.append(queue.lane.running_stores)
+
+    for at in range(1000):
+        queue.put_store(Task(f"store {at}", log, store))
+        if at % 5 == 0:
+            queue.put_load(Task(f"load {at}", log))
+        if at % 50 == 0:
+            queue.shed_loads("shed")
+    until(lambda: None, lambda: not queue.busy)
+    names = [line.removeprefix("run ").removeprefix("shed ").removesuffix(" shed") for line in log]
+    assert len(names) == len(set(names)) == 1200
+    assert 1 <= max(together) <= 4
+
+
+def test_a_store_waits_for_the_one_that_runs_while_a_load_is_under_way_and_goes_on_after_it(queues, log):
+    queue = queues(readers=1, writers=2, adapt_stores=True)
+    reading, writing = Hold(), Hold()
+    queue.put_load(Task("load", log, reading))
+    reading.wait_for()
+    queue.put_store(Task("first", log, writing))
+    writing.wait_for()
+    queue.put_store(Task("second", log))
+    # The second writer asks and is sent away: nothing tells of that but the lane's own count.
+    until(lambda: None, lambda: queue.lane._held_back == 1)  # noqa: SLF001
+    assert "run second" not in log
+    reading.open()
+    until(lambda: None, lambda: "run second" in log)
+    writing.open()
+
+
 def test_after_stop_threads_that_hang_are_named_and_the_others_end(log):
     queue = IoQueue("t", read_threads=1, write_threads=2)
     hold = Hold()

@@ -44,6 +44,7 @@ class Detector(BackpressureDetector):
         self.shut = False
         self.asked: list[int] = []
         self.completed: list[tuple[float, int]] = []
+        self.in_flight: list[float] = []
         self.failures = 0
 
     def should_store(self, num_blocks: int) -> bool:
@@ -55,6 +56,9 @@ class Detector(BackpressureDetector):
 
     def on_store_failed(self) -> None:
         self.failures += 1
+
+    def on_store_in_flight(self, elapsed_s: float, num_bytes: int) -> None:
+        self.in_flight.append(elapsed_s)
 
     def is_under_pressure(self) -> bool:
         return self.shut
@@ -307,6 +311,44 @@ def test_a_full_queue_refuses_without_asking_the_gate():
     bench.planner.store(KEYS[:3], blocks_of(0, 1, 2))
     assert len(bench.gates["fs"].asked) == 2
     assert bench.planner.stats().tiers["fs"].dropped == {reasons.QUEUE_FULL: 1}
+
+
+def test_a_store_that_could_not_start_in_time_at_the_measured_rate_takes_no_slot():
+    bench = Bench("fs", slots=16, max_queue_s=1.0, max_queue_chunks=100)
+    for number in range(4):
+        bench.planner.store(KEYS[number : number + 1], blocks_of(number))
+        bench.finish_store(one(bench.orders()))
+    # 0.3 s from one store to the next: three before it are 0.9 s, four are too many.
+    job = bench.planner.store(KEYS[10:16], blocks_of(*range(6)))
+    stats = bench.planner.stats()
+    assert stats.tiers["fs"].dropped == {reasons.QUEUE_SLOW: 2}
+    assert stats.pool.pinned == 4
+    assert len(bench.gates["fs"].asked) == 8
+    bench.finish_store(one(bench.orders()))
+    result = {result.job_id: result for result in bench.planner.take_results()}[job]
+    assert dict(result.failed) == {KEYS[14]: reasons.QUEUE_SLOW, KEYS[15]: reasons.QUEUE_SLOW}
+
+
+def test_a_stall_that_a_rank_reports_counts_in_the_expected_wait_until_one_comes_home():
+    bench = Bench("fs", slots=8, max_queue_s=1.0, max_queue_chunks=100)
+    bench.hold(KEYS[0])
+    bench.planner.store(KEYS[1:3], blocks_of(0, 1))
+    bench.report(states=(TierState(0, 0, 0, 2, Stall(6.0, 3.0, 3.0), None, None),))
+    bench.planner.store(KEYS[3:4], blocks_of(3))
+    assert bench.planner.stats().tiers["fs"].dropped == {reasons.QUEUE_SLOW: 1}
+    bench.report(states=(TierState(0, 0, 0, 2, Stall(), None, None),))
+    bench.planner.store(KEYS[4:5], blocks_of(4))
+    assert bench.planner.stats().tiers["fs"].dropped == {reasons.QUEUE_SLOW: 1}
+    for order in bench.orders():
+        bench.finish_store(order)
+
+
+def test_the_rank_whose_stores_stall_longest_speaks_for_its_tier():
+    bench = Bench("fs", ranks=2)
+    bench.report(rank=0, states=(TierState(0, 0, 0, 1, Stall(9.0, 9.0, 9.0), None, None),))
+    bench.report(rank=1, states=(TierState(0, 0, 0, 1, Stall(), None, None),))
+    bench.report(rank=0, states=(TierState(0, 0, 0, 1, Stall(), None, None),))
+    assert bench.gates["fs"].in_flight == [9.0, 9.0, 0.0]
 
 
 # ---- slots and shares --------------------------------------------------------------------------
@@ -757,6 +799,7 @@ def test_the_state_that_ranks_report_is_shown_as_the_worst_of_them():
     stats = bench.planner.stats().tiers["fs"]
     assert (stats.queued_loads, stats.queued_stores, stats.running) == (11, 22, 33)
     assert (stats.oldest_store_s, stats.used_bytes, stats.capacity_bytes) == (40.0, 100, 1000)
+    assert stats.store_limit == 2
 
 
 def test_an_index_forgets_what_it_has_known_longest_and_stays_bounded():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import sys
@@ -16,6 +17,8 @@ from kvsluice.tiers.backpressure import (
     DropAccountingPolicy,
     DropStorePolicy,
     EMABackpressureDetector,
+    Signals,
+    Spent,
     ThrottledDropPolicy,
     build_gate,
     merge_backpressure,
@@ -329,6 +332,58 @@ def test_a_name_that_both_classes_take_must_say_whose_it_is():
         gate({**config, "limit": 3})
     detector = gate({**config, "detector_args": {"limit": 3}, "policy_args": {"limit": 4}})
     assert (detector.limit, detector.policy.limit) == (3, 4)
+
+
+def built(config, tier_type="fs", locality=None):
+    return build_gate(config, tier_type=tier_type, locality=locality, clock=at_zero)
+
+
+def test_every_signal_is_on_by_default_and_can_be_switched_off_alone():
+    assert built({}).signals == Signals()
+    for field in dataclasses.fields(Signals):
+        off = 0.0 if field.name == "fixed_cost_s" else False
+        assert built({field.name: off}).signals == dataclasses.replace(Signals(), **{field.name: off})
+        assert built({"signals": {field.name: off}}).signals == built({field.name: off}).signals
+
+
+@pytest.mark.parametrize(
+    ("config", "parts"),
+    [
+        ({"goodput": 1}, ["goodput", "true or false", "1"]),
+        ({"signals": {"in_flight": "no"}}, ["in_flight", "true or false", "'no'"]),
+        ({"fixed_cost_s": -1}, ["fixed_cost_s", "-1"]),
+        ({"fixed_cost_s": True}, ["fixed_cost_s", "True"]),
+        ({"fixed_cost_s": "1 ms"}, ["fixed_cost_s", "'1 ms'"]),
+        ({"signals": {"goodputs": True}}, ["signals", "'goodputs'", "nearest", "'goodput'"]),
+        ({"inflight": False}, ["'inflight'", "nearest", "'in_flight'"]),
+        ({"signals": 3}, ["signals", "mapping", "3"]),
+    ],
+)
+def test_a_signal_that_is_none_is_refused_with_name_and_value(config, parts):
+    with pytest.raises(ConfigError) as caught:
+        built(config)
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+def test_a_tier_s_own_signals_lie_over_the_common_ones():
+    common = {"signals": {"goodput": False, "in_flight": False}, "fixed_cost_s": 0.001}
+    merged = merge_backpressure(common, {"signals": {"in_flight": True}, "fixed_cost_s": 0.002})
+    assert built(merged).signals == Signals(goodput=False, fixed_cost_s=0.002)
+
+
+@pytest.mark.parametrize(
+    ("tier_type", "locality", "most_s"),
+    [("host", None, 0.0), ("fs", None, 0.0005), ("fs", "remote", 0.030), ("obj", None, 0.030), ("obj", "LOCAL", 0.030)],
+)
+def test_what_may_be_learned_as_a_fixed_cost_follows_the_kind_of_tier(tier_type, locality, most_s):
+    assert built({}, tier_type, locality).fixed_cost_s == most_s
+
+
+def test_a_stranger_s_detector_without_a_low_mark_learns_no_fixed_cost():
+    gate_of_a_stranger = built({"backpressure_cls": "strangers_gates.LimitDetector", "limit": 3}, "obj")
+    assert gate_of_a_stranger.fixed_cost_s == 0.0
+    gate_of_a_stranger.on_store_ended(100, Spent.alone(5.0))
+    assert gate_of_a_stranger.fixed_cost_s == 0.0
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,25 @@ def test_warm_up_only_collects_and_its_last_sample_sets_the_mean(clock):
     assert detector.is_under_pressure()
 
 
+def test_after_the_warm_up_each_sample_is_folded_in_with_weight_alpha(clock):
+    detector = make(clock, warmup_completions=2, alpha=0.15)
+    complete(detector, 0.004, 2)
+    complete(detector, 0.008)
+    assert detector.store_latency_ema == pytest.approx(0.15 * 0.008 + 0.85 * 0.004)
+    complete(detector, 0.001)
+    assert detector.store_latency_ema == pytest.approx(0.15 * 0.001 + 0.85 * (0.15 * 0.008 + 0.85 * 0.004))
+
+
+def test_is_healthy_is_a_query_that_changes_nothing(clock):
+    detector = make(clock)
+    complete(detector, SLOW)
+    clock.now_s = 100.0
+    before = detector.stats
+    assert not detector.is_healthy()
+    assert detector.stats == before
+    assert before["under_pressure"] == 1.0
+
+
 def test_warm_up_samples_are_no_healthy_streak(clock):
     detector = make(clock, warmup_completions=10)
     complete(detector, FAST, 19)
@@ -378,6 +397,61 @@ def test_the_end_of_the_warm_up_is_an_update_from_which_decay_counts(clock):
     clock.now_s = 51.0
     assert detector.is_under_pressure()
     assert detector.store_latency_ema == pytest.approx(HIGH)
+
+
+# A store that has not come home.
+
+
+def test_a_store_in_flight_counts_as_a_sample_that_is_not_folded_in(clock):
+    detector = make(clock, alpha=0.5)
+    detector.store_latency_ema = MIDDLE
+    detector.on_store_in_flight(0.010 * 2, 2 * MIB)
+    assert detector.stats["in_flight_ema"] == pytest.approx(0.0075)
+    assert detector.store_latency_ema == MIDDLE
+    assert not detector.is_under_pressure()
+    detector.on_store_in_flight(0.016 * 2, 2 * MIB)
+    assert detector.is_under_pressure()
+    assert detector.store_latency_ema == MIDDLE
+    assert detector.severity() == pytest.approx(0.05)
+
+
+def test_pressure_from_a_store_in_flight_does_not_decay_while_it_is_there(clock):
+    detector = make(clock)
+    detector.on_store_in_flight(1.0, MIB)
+    clock.now_s = 1000.0
+    assert detector.is_under_pressure()
+    assert answers(detector, 5) == [False] * 5
+
+
+def test_pressure_from_a_store_in_flight_ends_with_the_report_that_none_is_late(clock):
+    detector = make(clock, cooldown_s=0.0)
+    detector.on_store_in_flight(1.0, MIB)
+    detector.on_store_in_flight(0.0, MIB)
+    assert not detector.is_under_pressure()
+    assert answers(detector, 3) == [True] * 3
+
+
+@pytest.mark.parametrize(("elapsed_s", "num_bytes"), [(1.0, 0), (math.nan, MIB), (math.inf, MIB), (-1.0, MIB)])
+def test_a_time_in_flight_that_is_none_counts_as_none_in_flight(clock, elapsed_s, num_bytes):
+    detector = make(clock)
+    detector.on_store_in_flight(elapsed_s, num_bytes)
+    assert not detector.is_under_pressure()
+
+
+def test_what_comes_home_late_counts_four_high_marks_until_one_is_below_the_mark(clock):
+    detector = make(clock)
+    detector.on_store_in_flight(60.0, MIB)
+    complete(detector, 30.0)
+    assert detector.store_latency_ema == pytest.approx(4 * HIGH)
+    complete(detector, FAST)
+    complete(detector, 30.0)
+    assert detector.store_latency_ema == 30.0
+
+
+def test_a_store_that_comes_home_late_without_having_been_seen_in_flight_counts_in_full(clock):
+    detector = make(clock)
+    complete(detector, 30.0)
+    assert detector.store_latency_ema == 30.0
 
 
 def test_reset_forgets_everything_and_resets_the_policy(clock):
