@@ -241,14 +241,14 @@ def test_with_few_stores_at_once_every_task_still_ends_and_no_writer_is_forgotte
 
 
 def test_a_store_waits_for_the_one_that_runs_while_a_load_is_under_way_and_goes_on_after_it(queues, log):
-    queue = queues(readers=1, writers=2, adapt_stores=True)
+    queue = queues(readers=1, writers=3, adapt_stores=True)
     reading, writing = Hold(), Hold()
     queue.put_load(Task("load", log, reading))
     reading.wait_for()
     queue.put_store(Task("first", log, writing))
     writing.wait_for()
     queue.put_store(Task("second", log))
-    # The second writer asks and is sent away: nothing tells of that but the lane's own count.
+    # A third thread asks and is sent away: nothing tells of that but the lane's own count.
     until(lambda: None, lambda: queue.lane._held_back >= 1)  # noqa: SLF001
     assert "run second" not in log
     reading.open()
