@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 from kvsluice.connector.account import TierAccount
 from kvsluice.connector.books import Books
@@ -20,6 +22,23 @@ from kvsluice.tiers import reasons
 from kvsluice.tiers.backpressure import Spent
 
 __all__ = ["StorePlan"]
+
+HOST: Final = -1
+"""Stands for the host tier among positions in the ladder: its stores need no share of any I/O tier."""
+
+
+@dataclass(slots=True)
+class _Offer:
+    """One chunk of a job that is being planned."""
+
+    part: int
+    key: bytes
+    block_ids: tuple[int, ...]
+    slot: int | None
+    """Where the host tier holds it already."""
+    wanted: list[int]
+    """Tiers that lack it, less those whose gates refused it."""
+    refusal: str | None = None
 
 
 class StorePlan:
@@ -51,50 +70,62 @@ class StorePlan:
         now_s = books.clock()
         job = books.ledger.open("store", tuple(keys), now_s)
         width = books.settings.blocks_per_chunk
+        offers = []
         for part, key in enumerate(job.keys):
-            self._plan_part(job, part, key, tuple(block_ids[part * width : (part + 1) * width]), now_s)
+            leader = self._under_way.get(key)
+            if leader is not None:
+                leader.followers.append((job, part))
+                books.ledger.copied(job)
+                continue
+            slot = books.slots.find(key)
+            wanted = [at for at in books.io if not books.tiers[at].index.holds(key)]
+            if slot is None and books.host is not None:
+                wanted.append(HOST)
+            block_ids_of = tuple(block_ids[part * width : (part + 1) * width])
+            offers.append(_Offer(part, key, block_ids_of, slot, wanted))
+        for at in (*books.io, HOST):
+            self._ask_gate(at, [offer for offer in offers if at in offer.wanted])
+        for offer in offers:
+            self._plan_offer(job, offer, now_s)
         if not job.keys:
             books.ledger.finish(job, now_s)
         self.dispatch(now_s)
         return job.job_id
 
-    def _plan_part(self, job: Job, part: int, key: bytes, block_ids: tuple[int, ...], now_s: float) -> None:
+    def _account(self, at: int) -> TierAccount:
         books = self._books
-        leader = self._under_way.get(key)
-        if leader is not None:
-            leader.followers.append((job, part))
-            books.ledger.copied(job)
+        if at != HOST:
+            return books.tiers[at]
+        assert books.host is not None
+        return books.host
+
+    def _ask_gate(self, at: int, offers: Sequence[_Offer]) -> None:
+        """Ask a tier's gate once for each chunk; as many as it lets through are the first ones.
+
+        A chunk is found through those before it. Where a gate lets half of a prompt through, its first
+        half is of use, every second chunk is not.
+        """
+        width = self._books.settings.blocks_per_chunk
+        refusals = [reason for _ in offers if (reason := self._account(at).admit(width)) is not None]
+        num_admitted = len(offers) - len(refusals)
+        for offer, reason in zip(offers[num_admitted:], refusals, strict=True):
+            offer.wanted.remove(at)
+            offer.refusal = reason
+
+    def _plan_offer(self, job: Job, offer: _Offer, now_s: float) -> None:
+        books = self._books
+        to_host = HOST in offer.wanted
+        admitted = [at for at in offer.wanted if at != HOST]
+        if not admitted and not to_host:
+            self._settle(job, offer.part, offer.refusal if offer.slot is None else None, now_s)
             return
-        slot = books.slots.find(key)
-        wanted = [at for at in books.io if not books.tiers[at].index.holds(key)]
-        host = books.host if slot is None else None
-        if not wanted and host is None:
-            self._settle(job, part, None, now_s)
-            return
-        refusal = None
-        admitted = []
-        for at in wanted:
-            reason = books.tiers[at].admit(books.settings.blocks_per_chunk)
-            if reason is None:
-                admitted.append(at)
-            else:
-                refusal = reason
-        if host is not None:
-            reason = host.admit(books.settings.blocks_per_chunk)
-            if reason is not None:
-                host, refusal = None, reason
-        if not admitted and host is None:
-            self._settle(job, part, None if slot is not None else refusal, now_s)
-            return
-        patience_s = [books.tiers[at].plan.max_queue_s for at in admitted]
-        if host is not None:
-            patience_s.append(host.plan.max_queue_s)
+        patience_s = min(self._account(at).plan.max_queue_s for at in offer.wanted)
         state = StoreState(
-            job, part, key, block_ids, host is not None, admitted, now_s + min(patience_s), books.generation
+            job, offer.part, offer.key, offer.block_ids, to_host, admitted, now_s + patience_s, books.generation
         )
-        self._under_way[key] = state
-        if slot is not None:
-            self._write_from(slot, state, now_s)
+        self._under_way[offer.key] = state
+        if offer.slot is not None:
+            self._write_from(offer.slot, state, now_s)
         elif self.num_waiting >= books.settings.max_stores_waiting:
             self._shed(state, reasons.POOL_FULL, now_s)
         else:
@@ -126,8 +157,7 @@ class StorePlan:
 
     @staticmethod
     def _line_of(state: StoreState) -> tuple[int, ...]:
-        # -1 for the host tier, whose stores need no share of any I/O tier.
-        return (*state.tiers, -1) if state.to_host else tuple(state.tiers)
+        return (*state.tiers, HOST) if state.to_host else tuple(state.tiers)
 
     def dispatch(self, now_s: float) -> None:
         """Send what waits, oldest first, as far as slots and shares go; shed what waited too long."""

@@ -42,6 +42,7 @@ class Detector(BackpressureDetector):
     def __init__(self) -> None:
         super().__init__(DropStorePolicy())
         self.shut = False
+        self.refusing: list[bool] = []
         self.asked: list[int] = []
         self.completed: list[tuple[float, int]] = []
         self.in_flight: list[float] = []
@@ -49,7 +50,7 @@ class Detector(BackpressureDetector):
 
     def should_store(self, num_blocks: int) -> bool:
         self.asked.append(num_blocks)
-        return not self.shut
+        return not (self.refusing.pop(0) if self.refusing else self.shut)
 
     def on_store_completed(self, elapsed_s: float, num_bytes: int) -> None:
         self.completed.append((elapsed_s, num_bytes))
@@ -304,6 +305,18 @@ def test_a_gate_learns_nothing_from_a_chunk_that_was_held_already_or_shed():
     result = one(bench.planner.take_results())
     assert result.done_keys == (KEYS[0],)
     assert result.failed == {KEYS[1]: reasons.QUEUE_TIMEOUT, KEYS[2]: reasons.IO_ERROR}
+
+
+def test_of_a_job_of_which_a_gate_lets_half_through_the_first_half_is_stored():
+    bench = Bench("host", "fs", slots=32, host_slots=16)
+    bench.gates["fs"].refusing = [False, True] * 4
+    job = bench.planner.store(KEYS[:8], blocks_of(*range(8)))
+    order = one(bench.orders())
+    assert [part.tiers for part in order.parts] == [(1,)] * 4 + [()] * 4
+    assert len(bench.gates["fs"].asked) == len(bench.gates["host"].asked) == 8
+    assert bench.planner.stats().tiers["fs"].dropped == {reasons.GATE: 4}
+    bench.finish_store(order)
+    assert {result.job_id: result.failed for result in bench.planner.take_results()} == {job: {}}
 
 
 def test_a_full_queue_refuses_without_asking_the_gate():
