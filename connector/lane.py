@@ -28,6 +28,7 @@ class IoTask(Protocol):
     """One read or write that waits for a tier's thread."""
 
     put_s: float
+    job_id: int
 
     def run(self, start_s: float) -> None:
         """Do it, on a tier's thread; reports its own outcome."""
@@ -87,7 +88,9 @@ class Lane:
         self._stores.append(task)
 
     def shed_stores(self, reason: str, *, older_than_s: float | None = None) -> bool:
-        """Shed the stores that wait, or those put in longer ago than `older_than_s`. Never blocks.
+        """Shed the stores that wait, or those put in longer ago than `older_than_s` with the rest of their jobs.
+
+        Never blocks.
 
         Returns:
             True where a store was put back that a thread may have missed meanwhile.
@@ -199,17 +202,21 @@ class Lane:
         return freed
 
     def _shed(self, waiting: deque[IoTask], reason: str, put_before_s: float | None) -> bool:
+        late_job: int | None = None
         while True:
             try:
-                if put_before_s is not None and waiting[0].put_s >= put_before_s:
+                head = waiting[0]
+                if put_before_s is not None and head.put_s >= put_before_s and head.job_id != late_job:
                     return False
                 task = waiting.popleft()
             except IndexError:
                 return False
-            if put_before_s is not None and task.put_s >= put_before_s:
+            if put_before_s is not None and task.put_s >= put_before_s and task.job_id != late_job:
                 # A thread took the old head between the look and the taking: put the younger one back.
                 waiting.appendleft(task)
                 return True
+            # Behind a chunk of a prompt that is not stored nothing of it can be found: its job goes with it.
+            late_job = task.job_id
             task.shed(reason)
 
     @staticmethod

@@ -109,6 +109,7 @@ class _WriteTask:
 
     def __init__(self, transfer: _Transfer, tier: int, put_s: float) -> None:
         self.transfer = transfer
+        self.job_id = transfer.job_id
         self.tier = tier
         self.put_s = put_s
 

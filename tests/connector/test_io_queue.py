@@ -21,6 +21,7 @@ class Task:
         self.log = log
         self.work = work
         self.put_s = put_s
+        self.job_id = id(self)
 
     def run(self, start_s: float) -> None:
         self.log.append(f"run {self.name}")

@@ -10,9 +10,10 @@ from kvsluice.tiers.backpressure import Spent, Stall, StoreLimit
 
 
 class Task:
-    def __init__(self, name: str, put_s: float = 0.0) -> None:
+    def __init__(self, name: str, put_s: float = 0.0, job_id: int | None = None) -> None:
         self.name = name
         self.put_s = put_s
+        self.job_id = id(self) if job_id is None else job_id
         self.shed_as: str | None = None
 
     def run(self, start_s: float) -> None:
@@ -150,3 +151,19 @@ def test_waiting_stores_older_than_a_limit_are_shed_and_younger_ones_stay(clock)
     lane.shed_stores("gone")
     assert tasks[1].shed_as == "gone"
     assert not lane.busy
+
+
+def test_behind_a_store_that_waited_too_long_its_whole_job_goes_and_no_other(clock):
+    lane = Lane(None, clock)
+    now_s = clock()
+    tasks = [
+        Task("head", now_s, 1),
+        Task("tail", now_s + 2, 1),
+        Task("other", now_s + 2, 2),
+        Task("again", now_s + 2, 1),
+    ]
+    for task in tasks:
+        lane.put_store(task)
+    clock.advance(3.0)
+    lane.shed_stores("late", older_than_s=1.5)
+    assert [task.shed_as for task in tasks] == ["late", "late", None, None]
