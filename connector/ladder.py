@@ -32,6 +32,7 @@ __all__ = [
     "geometry_for",
     "namespace_for",
     "open_rank",
+    "open_tier",
     "planned_tiers",
     "worker_tiers",
 ]
@@ -170,7 +171,7 @@ def build_tiers(config: OffloadConfig, namespace: str, facts: Mapping[str, objec
     try:
         for at, tier in enumerate(config.tiers):
             if not isinstance(tier, HostTierConfig):
-                tiers[at] = _build_tier(tier, namespace, facts)
+                tiers[at] = open_tier(tier, namespace, facts)
     except BaseException:
         for opened in tiers.values():
             opened.close()
@@ -178,7 +179,12 @@ def build_tiers(config: OffloadConfig, namespace: str, facts: Mapping[str, objec
     return tiers
 
 
-def _build_tier(tier: AnyTierConfig, namespace: str, facts: Mapping[str, object]) -> Tier:
+def open_tier(tier: AnyTierConfig, namespace: str, facts: Mapping[str, object] | None = None) -> Tier:
+    """One I/O tier as configured, for one namespace, which is described beside its chunks where `facts` are given.
+
+    Raises:
+        ConfigError: it cannot be used, or it is the host tier, which does no I/O.
+    """
     match tier:
         case FsTierConfig():
             return FileSystemTier(

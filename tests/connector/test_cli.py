@@ -65,7 +65,7 @@ def test_no_line_is_wider_than_a_terminal_of_eighty_columns_but_the_sentences(tm
 
 
 def test_cells_that_were_not_measured_are_named_with_the_reason(tmp_path, capsys):
-    few = ["--chunk-bytes", "64KiB", "--sizes", "16KiB", "--concurrency", "1,2,16", "--max-bytes", "6MiB"]
+    few = ["--chunk-bytes", "64KiB", "--sizes", "64KiB", "--concurrency", "1,2,16", "--max-bytes", "6MiB"]
     assert main(["calibrate", str(tmp_path), *few]) == 0
     assert "not measured: 64 KiB x 16: more bytes than allowed (max_bytes)" in capsys.readouterr().out
 
@@ -180,7 +180,7 @@ def test_a_signal_ends_it_cleanly(tmp_path, capsys, monkeypatch, number, code, w
     calls = iter(range(10**9))
 
     def stop(self: FileSystemTier, key: bytes, buffer: memoryview, num_bytes: int) -> int:
-        if next(calls) == 200:
+        if next(calls) == 150:
             os.kill(os.getpid(), number)
         return store(self, key, buffer, num_bytes)
 
@@ -219,7 +219,12 @@ def test_the_script_is_installed_and_runs():
 @pytest.mark.parametrize("absent", ["typer", "rich"])
 def test_without_the_extra_it_says_what_to_install(absent):
     # In a process of its own: what has been imported here would hide the absence.
-    code = f"import sys; sys.modules[{absent!r}] = None; from kvsluice.connector.cli import main; sys.exit(main(['--help']))"
+    code = f"""
+import sys
+sys.modules[{absent!r}] = None
+from kvsluice.connector.cli import main
+sys.exit(main(["--help"]))
+"""
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == f"kvsluice: the command line needs {absent}: pip install 'kvsluice[cli]'\n"

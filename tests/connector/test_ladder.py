@@ -79,7 +79,7 @@ def test_tiers_opened_before_one_that_fails_are_closed_again(monkeypatch):
         opened.append(MemoryTier())
         return opened[-1]
 
-    monkeypatch.setattr(ladder, "_build_tier", build)
+    monkeypatch.setattr(ladder, "open_tier", build)
     with pytest.raises(ConfigError, match="the third"):
         ladder.build_tiers(config_of(*({"type": "fs", "root_dir": str(at)} for at in range(3))), "ab12", {})
     assert [tier.closed for tier in opened] == [1, 1]

@@ -142,10 +142,10 @@ def connector_for(
         **options,
     }
     with pytest.MonkeyPatch.context() as patch:
-        build = ladder._build_tier  # noqa: SLF001 - the one seam through which a tier of the test's own gets in
+        build = ladder.open_tier  # the one seam through which a tier of the test's own gets in
         patch.setattr(
             ladder,
-            "_build_tier",
+            "open_tier",
             lambda tier, *rest: MemoryTier("obj", images) if tier.type == "obj" else build(tier, *rest),
         )
         return PickledConnector(OffloadConfig.from_dict(config), pool.layout())

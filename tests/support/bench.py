@@ -105,7 +105,7 @@ class Bench:
         def build_tier(tier: object, namespace: str, facts: Mapping[str, object]) -> Tier:
             return self.tiers.get(tier.name) or build(tier, namespace, facts)
 
-        self.monkeypatch.setattr(ladder, "_build_tier", build_tier)
+        self.monkeypatch.setattr(ladder, "open_tier", build_tier)
         layout = (cache or self.cache).layout
         timed = {} if clock is None else {"clock": clock}
         self.made.append(PickledConnector(config, layout, device=device, **timed))
@@ -122,7 +122,7 @@ class Bench:
             assert connector.stats().pool.pinned == 0 or self.hung
 
 
-_REAL_BUILD = ladder._build_tier  # noqa: SLF001 - the one seam through which a tier of the test's own gets in
+_REAL_BUILD = ladder.open_tier  # the one seam through which a tier of the test's own gets in
 
 
 def blocks_of(*chunks: int) -> list[int]:
