@@ -12,7 +12,7 @@ ARGS ?=
 ELSEWHERE := $(ROOT)/build/run
 EXAMPLES := $(wildcard examples/*.py)
 
-.PHONY: help demo demo-vllm test test-vllm lint types format bench-scheduling bench-slow-tier bench-copy bench-gate clean setup-core setup-vllm
+.PHONY: help demo demo-vllm test test-vllm lint types format bench-scheduling bench-slow-tier bench-copy bench-gate bench-slowed-device clean setup-core setup-vllm
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "make %-18s %s\n", $$1, $$2}'
@@ -51,6 +51,9 @@ bench-copy: setup-core ## gather and scatter on the CPU beside a plain memcpy
 
 bench-gate: setup-vllm ## one decision and one completion of a gate, beside vLLM's own detector
 	@mkdir -p $(ELSEWHERE) && cd $(ELSEWHERE) && $(VLLM_BIN)/python $(ROOT)/benchmarks/gate_cost.py $(ARGS)
+
+bench-slowed-device: setup-core ## stores and loads on a device that is slowed and hung for real (Linux, root, FUSE)
+	@$(BIN)/python $(ROOT)/benchmarks/slowed_device.py $(ARGS)
 
 setup-core:
 	@scripts/setup.sh core

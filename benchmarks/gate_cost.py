@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 from kvsluice.tiers.backpressure import EMABackpressureDetector, Gate, Spent, Stall
 
@@ -31,6 +31,12 @@ HIGH_S, LOW_S = 0.010, 0.002
 CHUNK_BYTES: Final = 2 << 20
 STATES: Final = {"healthy": 0.001, "between": 0.005, "throttled": 0.020}
 """Seconds per MiB that each state's stores take."""
+
+
+class _Make(Protocol):
+    """vLLM's constructor, as far as it is used."""
+
+    def __call__(self, *, high_water_s: float, low_water_s: float) -> Detector: ...
 
 
 class Detector(Protocol):
@@ -62,7 +68,7 @@ def vllm_detector() -> Callable[[], Detector] | None:
         module = importlib.import_module("vllm.v1.kv_offload.tiering.backpressure")
     except ImportError:
         return None
-    make: Callable[..., Detector] = module.EMABackpressureDetector
+    make = cast(_Make, module.EMABackpressureDetector)
     return lambda: make(high_water_s=HIGH_S, low_water_s=LOW_S)
 
 
@@ -77,6 +83,14 @@ def timed(call: Callable[[], object], calls: int) -> float:
     return (time.perf_counter() - started_s) / calls * 1e6
 
 
+def completion_of(detector: Detector, elapsed_s: float) -> Callable[[], object]:
+    return lambda: detector.on_store_completed(elapsed_s, CHUNK_BYTES)
+
+
+def decision_of(detector: Detector) -> Callable[[], object]:
+    return lambda: detector.should_store(16)
+
+
 def contenders(state: str, baseline: Callable[[], Detector] | None) -> Iterator[tuple[str, str, Callable[[], object]]]:
     """(column, call, what to time) of each contender, brought into its state."""
     elapsed_s = STATES[state] * CHUNK_BYTES / (1 << 20)
@@ -86,8 +100,8 @@ def contenders(state: str, baseline: Callable[[], Detector] | None) -> Iterator[
         detector = make()
         for _ in range(200):
             detector.on_store_completed(elapsed_s, CHUNK_BYTES)
-        yield column, "completion", lambda told=detector: told.on_store_completed(elapsed_s, CHUNK_BYTES)
-        yield column, "decision", lambda asked=detector: asked.should_store(16)
+        yield column, "completion", completion_of(detector, elapsed_s)
+        yield column, "decision", decision_of(detector)
     gate = Gate(our_detector())
     spent = Spent(4 * elapsed_s, elapsed_s, elapsed_s)
     for _ in range(200):

@@ -46,7 +46,18 @@ def test_the_copy_benchmark_puts_memcpy_beside_each_method() -> None:
     assert "memcpy" in run("cpu_copy.py")
 
 
-@pytest.mark.parametrize("name", ["scheduling_path.py", "slow_tier.py", "cpu_copy.py"])
+def test_the_gate_benchmark_has_a_row_for_each_state_and_call_and_says_whether_vllm_is_here() -> None:
+    document = json.loads(run("gate_cost.py", "--json"))
+    assert [(row["state"], row["call"]) for row in document["rows"]] == [
+        (state, call) for state in ("healthy", "between", "throttled") for call in ("decision", "completion")
+    ]
+    assert all((row["vllm_us"] is not None) == document["vllm"] for row in document["rows"])
+    assert all(row["gate_us"] > 0 and row["detector_us"] > 0 for row in document["rows"])
+
+
+@pytest.mark.parametrize(
+    "name", ["scheduling_path.py", "slow_tier.py", "cpu_copy.py", "gate_cost.py", "slowed_device.py"]
+)
 def test_every_benchmark_says_what_its_options_are(name: str) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / name), "--help"],
