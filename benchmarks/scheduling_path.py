@@ -122,6 +122,8 @@ def steps(
         start = time.perf_counter()
         while time.perf_counter() < end:
             begin = time.perf_counter()
+            # As an engine does at each step: lookups weigh what is held against it.
+            conn.observe_prefill(2048, 0.1)
             if flood:
                 fresh = [key(number + at) for at in range(KEYS_PER_CALL)]
                 number += KEYS_PER_CALL

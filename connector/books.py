@@ -11,7 +11,7 @@ from kvsluice.connector.ledger import Ledger
 from kvsluice.connector.orders import LoadOrder, LoadPart, Order, StoreOrder, StorePart
 from kvsluice.tiers.slots import SlotTable
 
-__all__ = ["Books", "PlannerSettings"]
+__all__ = ["Books", "PlannerSettings", "slot_share"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,14 @@ class PlannerSettings:
     probe_keys: int = 1024
 
 
+def slot_share(num_slots: int, num_io_tiers: int) -> int:
+    """Slots that one I/O tier may have at once.
+
+    A dead one keeps at most its share; with n of them one more share is left to everybody else.
+    """
+    return max(1, num_slots // (num_io_tiers + 1))
+
+
 class Books:
     """Mutable and shared; nothing in here decides anything. The planner's thread alone."""
 
@@ -55,8 +63,7 @@ class Books:
         self.slots = SlotTable(settings.num_slots, settings.host_slots)
         self.io = tuple(at for at, tier in enumerate(tiers) if not tier.is_host)
         """Positions of the tiers that do I/O, fastest first."""
-        # A dead tier keeps at most its share; with n of them one more share is left to everybody else.
-        share = max(1, settings.num_slots // (len(self.io) + 1))
+        share = slot_share(settings.num_slots, len(self.io))
         self.tiers = [
             TierAccount(
                 tier,
@@ -70,10 +77,12 @@ class Books:
         self.ledger = Ledger()
         self.generation = 0
         """Counts resets: what was begun under an earlier one must not be served."""
+        self.loads_open: Counter[int] = Counter()
+        """By tier, loads that wait for it or are being read, -1 for those of slots; decided ones do not count."""
         self.skipped: Counter[str] = Counter()
         """Stores that no tier was asked to take, by reason."""
         self.unused: Counter[str] = Counter()
-        """Loads that no tier was asked for, by reason."""
+        """Loads that no tier was asked for, and chunks that no lookup offered, by reason."""
         self._orders: list[Order] = []
         self._stores_out: dict[int, list[StorePart]] = {}
         self._loads_out: dict[int, list[LoadPart]] = {}

@@ -36,6 +36,7 @@ from kvsluice.connector.config_tiers import (
     HostTierConfig,
     Model,
     ObjTierConfig,
+    Positive,
     Seconds,
     Secret,
     Size,
@@ -52,6 +53,7 @@ __all__ = [
     "AnyTierConfig",
     "FsTierConfig",
     "HostTierConfig",
+    "LoadGateConfig",
     "ObjTierConfig",
     "OffloadConfig",
     "TierConfig",
@@ -63,6 +65,21 @@ _log = logging.getLogger(__name__)
 
 def _default_gate() -> dict[str, JsonValue]:
     return {"backpressure_cls": "EMABackpressureDetector", "policy_cls": "ThrottledDropPolicy"}
+
+
+class LoadGateConfig(Model):
+    """When a hit is not used because the engine computes it sooner."""
+
+    prefill_tokens_per_s: Positive | None = Field(
+        None,
+        description="Tokens of prompts that the engine computes per second. Default None: what the engine tells, live; "
+        "one that never does uses every hit.",
+    )
+    margin: Positive = Field(
+        1.0,
+        description="How many times as long as computing a load may take, a factor. Default 1.0: what gives the first "
+        "token sooner. Above it the engine's computing is spared at the price of some waiting.",
+    )
 
 
 class OffloadConfig(Model):
@@ -88,6 +105,11 @@ class OffloadConfig(Model):
         default_factory=_default_gate,
         description="The gate of every tier that does not say otherwise: a detector, a policy and their arguments. "
         "Default EMABackpressureDetector with ThrottledDropPolicy and the marks of the tier's kind; null: no gates.",
+    )
+    load_gate: LoadGateConfig | None = Field(
+        LoadGateConfig(),
+        description="Weighs loading a hit against computing it, and leaves a slower hit unused. Default "
+        "prefill_tokens_per_s=None margin=1.0: on, both sides measured; null uses every hit.",
     )
     load_timeout_s: Seconds = Field(
         10.0,
@@ -212,6 +234,7 @@ class OffloadConfig(Model):
 _KNOWN_KEYS: Final = KnownKeys(
     top=(*OffloadConfig.model_fields, *TOP_KEYS),
     tiers={tier_type: (*model.model_fields, *TIER_KEYS.get(tier_type, ())) for tier_type, model in TIER_TYPES.items()},
+    nested={"load_gate": tuple(LoadGateConfig.model_fields)},
 )
 
 

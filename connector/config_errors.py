@@ -37,10 +37,11 @@ _MIN_SCRUBBED: Final = 4
 
 @dataclass(frozen=True)
 class KnownKeys:
-    """The keys that are understood: at the top, and per tier type."""
+    """The keys that are understood: at the top, per tier type, and within each key that holds keys of its own."""
 
     top: tuple[str, ...]
     tiers: Mapping[str, tuple[str, ...]]
+    nested: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -133,12 +134,14 @@ def _plain(loc: Path, known: KnownKeys) -> Path:
         if rest and rest[0] in known.tiers:
             rest = rest[1:]
         return (*loc[:2], *rest[:1])
-    return loc[:1]
+    return loc[:2] if loc and loc[0] in known.nested else loc[:1]
 
 
 def _line(kind: str, message: str, path: Path, value: object, tag: str, origin: Origin, known: KnownKeys) -> str:
     in_tier = len(path) >= 2 and isinstance(path[1], int)
     where = origin.tier_label(path[1]) if in_tier and isinstance(path[1], int) else "configuration"
+    if not in_tier and len(path) == 2:
+        where = f"configuration: {path[0]}"
     key = str(path[-1]) if path and not (in_tier and len(path) == 2) else ""
     name = scrub(origin.names.get(path, key), origin.secrets)
     types = ", ".join(repr(tier_type) for tier_type in known.tiers)
@@ -158,6 +161,8 @@ def _line(kind: str, message: str, path: Path, value: object, tag: str, origin: 
 
 
 def _unknown(where: str, key: str, value: object, path: Path, origin: Origin, known: KnownKeys) -> str:
+    if len(path) > 1 and str(path[0]) in known.nested:
+        return unknown_key(where, key, value, known.nested[str(path[0])], origin.secrets)
     if len(path) > 1:
         keys = next((keys for tier_type, keys in known.tiers.items() if where.endswith(f"({tier_type!r})")), ())
         line = unknown_key(where, key, value, keys, origin.secrets)

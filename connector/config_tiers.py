@@ -33,6 +33,7 @@ __all__ = [
     "HostTierConfig",
     "Model",
     "ObjTierConfig",
+    "Positive",
     "Seconds",
     "Secret",
     "Size",
@@ -92,6 +93,7 @@ def _nonempty_secret(secret: SecretStr) -> SecretStr:
 Size = Annotated[int, BeforeValidator(parse_size)]
 Count = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1)]
 Seconds = Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0, allow_inf_nan=False)]
+Positive = Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0, allow_inf_nan=False)]
 Text = Annotated[str, Field(min_length=1)]
 Secret = Annotated[SecretStr, AfterValidator(_nonempty_secret)]
 Locality = Annotated[Literal["LOCAL", "REMOTE"], BeforeValidator(_upper)]
@@ -151,6 +153,11 @@ class IoTierConfig(TierConfig):
         "adaptive",
         description='How many stores run at once on a rank: "fixed" is n_write_threads. Default "adaptive": within '
         "them the fewest that keep the device busy, and beside loads as many as the loads do not feel.",
+    )
+    load_bytes_per_s: Size | None = Field(
+        None,
+        description='Bytes, or "2GB", that come from this tier per second, on each rank, for the load gate to reckon '
+        "with. Default None: measured, and so right when the tier gets slower or faster.",
     )
 
 

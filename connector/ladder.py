@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from kvsluice.connector.account import PlannedTier
-from kvsluice.connector.books import PlannerSettings
+from kvsluice.connector.books import PlannerSettings, slot_share
 from kvsluice.connector.config import AnyTierConfig, FsTierConfig, HostTierConfig, ObjTierConfig, OffloadConfig
 from kvsluice.connector.device import Device
 from kvsluice.connector.layout import KVLayout
+from kvsluice.connector.load_gate import LoadGate, LoadTier
 from kvsluice.connector.namespace import Fact, ModelIdentity, Namespace, weights_digest
 from kvsluice.connector.region import PinnedRegion
 from kvsluice.connector.worker import RankWorker, WorkerTier
@@ -30,6 +31,7 @@ __all__ = [
     "build_tiers",
     "chunk_format",
     "geometry_for",
+    "load_gate_for",
     "namespace_for",
     "open_rank",
     "open_tier",
@@ -235,6 +237,29 @@ def planned_tiers(config: OffloadConfig, clock: Callable[[], float] = time.monot
         )
         for tier in config.tiers
     ]
+
+
+def load_gate_for(config: OffloadConfig, geometry: Geometry) -> LoadGate | None:
+    """The load gate over the I/O tiers; None where it is off."""
+    wanted = config.load_gate
+    if wanted is None:
+        return None
+    io = {at: tier for at, tier in enumerate(config.tiers) if not isinstance(tier, HostTierConfig)}
+    share = slot_share(geometry.num_slots, len(io))
+    return LoadGate(
+        {
+            at: LoadTier(
+                name=tier.name,
+                # A writer serves loads before stores, so all threads may read at once.
+                width=min(tier.n_read_threads + tier.n_write_threads, share),
+                interval_s=geometry.payload_bytes / tier.load_bytes_per_s if tier.load_bytes_per_s else None,
+            )
+            for at, tier in io.items()
+        },
+        tokens_per_chunk=geometry.blocks_per_chunk * geometry.tokens_per_block,
+        prefill_tokens_per_s=wanted.prefill_tokens_per_s,
+        margin=wanted.margin,
+    )
 
 
 def worker_tiers(config: OffloadConfig, tiers: Mapping[int, Tier]) -> list[WorkerTier]:

@@ -52,6 +52,7 @@ class LaneState:
     running: int
     stall: Stall
     store_limit: int
+    load_stall: Spent
 
 
 class Lane:
@@ -110,6 +111,7 @@ class Lane:
             self._loads_on_threads + self._stores_on_threads,
             self._traffic.stall(),
             self.store_limit,
+            self._traffic.load_stall(),
         )
 
     @property

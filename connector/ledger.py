@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from kvsluice.connector.orders import Loaded
 from kvsluice.connector.results import TransferKind, TransferResult
 
 __all__ = ["Job", "Ledger", "LoadState", "StoreState"]
@@ -88,6 +89,12 @@ class LoadState:
     skip_blocks: int = 0
     num_held: int = 0
     """How many of `sources`, the first ones, are known to hold the chunk; the others may."""
+    stands_at: int | None = None
+    """The tier among whose open loads it counts, -1 for a slot; None where it is decided."""
+    place: int = 0
+    """Which of that tier's open loads it was when it was asked for: 1 for the only one."""
+    slowest: Loaded | None = None
+    """Of the ranks that were served, the one that took longest."""
 
 
 class Ledger:

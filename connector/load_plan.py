@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+from kvsluice.connector.account import FAULTS
 from kvsluice.connector.books import Books
 from kvsluice.connector.ledger import Job, LoadState
+from kvsluice.connector.load_gate import HOST, LoadGate
 from kvsluice.connector.orders import Loaded, LoadPart, Passed
 from kvsluice.tiers import reasons
 
@@ -14,10 +16,16 @@ __all__ = ["LoadPlan"]
 
 
 class LoadPlan:
-    """Not thread-safe: the planner's alone."""
+    """Not thread-safe: the planner's alone.
 
-    def __init__(self, books: Books) -> None:
+    Args:
+        books: slots, tiers and open jobs.
+        load_gate: learns how long loads take; None where nobody asks.
+    """
+
+    def __init__(self, books: Books, load_gate: LoadGate | None = None) -> None:
         self._books = books
+        self._load_gate = load_gate
         # By the tier that is to serve them: one that is dead or slow holds up its own line.
         self._waiting: dict[int, deque[LoadState]] = {at: deque() for at in books.io}
 
@@ -39,13 +47,18 @@ class LoadPlan:
         job = books.ledger.open("load", tuple(keys), now_s)
         job.expires_s = now_s + timeout_s
         width = books.settings.blocks_per_chunk
+        states = []
         for part, key in enumerate(job.keys):
             blocks = tuple(block_ids[part * width : (part + 1) * width])
             state = LoadState(job, part, key, blocks, (), books.generation)
             state.skip_blocks = skip_blocks if part == 0 else 0
             self._plan_part(state, now_s)
+            states.append(state)
         if not job.keys:
             books.ledger.finish(job, now_s)
+        elif self._load_gate is not None:
+            sources = {state.stands_at for state in states if state.stands_at is not None}
+            job.expires_s = now_s + self._load_gate.patience_s(sources, len(states), timeout_s, now_s)
         self.dispatch(now_s)
         return job.job_id
 
@@ -55,7 +68,8 @@ class LoadPlan:
         if slot is not None:
             books.slots.pin(slot)
             state.slot = slot
-            self._send(state)
+            self._stand_at(HOST, state, now_s)
+            self._send(state, now_s)
             return
         held, unknown = [], []
         for at in books.io:
@@ -67,10 +81,29 @@ class LoadPlan:
         state.sources = tuple(held + unknown)
         state.num_held = len(held)
         if state.sources:
+            self._stand_at(state.sources[0], state, now_s)
+            state.place = books.loads_open[state.sources[0]]
             self._waiting[state.sources[0]].append(state)
         else:
             books.unused[reasons.MISSING] += 1
             books.ledger.decide(state.job, state.part, reasons.MISSING, now_s)
+
+    def _stand_at(self, at: int | None, state: LoadState, now_s: float) -> None:
+        """Count the load among those open at this tier, and no longer where it stood."""
+        loads_open, gate, before = self._books.loads_open, self._load_gate, state.stands_at
+        if at == before:
+            return
+        state.stands_at = at
+        if before is not None:
+            loads_open[before] -= 1
+            if gate is not None and (state.slowest is None or state.slowest.tier != before):
+                gate.on_lost(before)
+            if gate is not None and not loads_open[before]:
+                gate.on_quiet(before, now_s)
+        if at is not None:
+            loads_open[at] += 1
+            if gate is not None and loads_open[at] == 1:
+                gate.on_opened(at, now_s)
 
     def dispatch(self, now_s: float) -> None:
         """Send what waits as far as slots and shares go; miss what waited past its deadline."""
@@ -88,7 +121,7 @@ class LoadPlan:
                     break
                 line.popleft()
                 state.slot = slot
-                self._send(state)
+                self._send(state, now_s)
 
     def _find_room(self, state: LoadState) -> bool:
         """Whether a tier that holds the chunk may have one more slot; if so it stands first."""
@@ -98,11 +131,12 @@ class LoadPlan:
                 return True
         return False
 
-    def _send(self, state: LoadState) -> None:
+    def _send(self, state: LoadState, now_s: float) -> None:
         books = self._books
         ranks = books.settings.num_ranks
         if state.sources:
             first = state.sources[0]
+            self._stand_at(first, state, now_s)
             state.sources = tuple(at for at in state.sources if at == first or self._may_fall_through_to(at))
             for at in state.sources:
                 books.tiers[at].slots_in_loads += 1
@@ -150,6 +184,7 @@ class LoadPlan:
         self.shed_where(lambda state: state.job is job, reasons.CANCELLED, now_s)
 
     def _miss(self, state: LoadState, reason: str, now_s: float) -> None:
+        self._stand_at(None, state, now_s)
         if reason == reasons.DEADLINE:
             account = self._books.tiers[state.sources[0]]
             account.missed[reason] += 1
@@ -169,6 +204,7 @@ class LoadPlan:
         for at, reason in event.misses:
             books.tiers[at].missed[reason] += 1
             books.tiers[at].index.remove(state.key, now_s)
+        self._teach(state, event, now_s)
         if event.reason is None:
             job.moved_bytes += event.num_bytes
             state.served.add(event.tier)
@@ -181,6 +217,7 @@ class LoadPlan:
         state.ranks_to_load -= 1
         if state.ranks_to_load:
             return
+        self._stand_at(None, state, now_s)
         if state.reason is None:
             # Nobody reads any more; what a late reader still has, it keeps until it has ended.
             self.uncharge(state)
@@ -201,13 +238,37 @@ class LoadPlan:
             books.unused[state.reason] += 1
         books.ledger.decide(job, state.part, state.reason, now_s)
 
-    def on_passed(self, state: LoadState, event: Passed) -> None:
+    def _teach(self, state: LoadState, event: Loaded, now_s: float) -> None:
+        """Tell the load gate how long it took, or that it took too long."""
+        gate = self._load_gate
+        if gate is None:
+            return
+        if event.reason is None:
+            slowest = state.slowest
+            if slowest is None or event.drain_s + event.copy_s > slowest.drain_s + slowest.copy_s:
+                state.slowest = slowest = event
+            # The chunk is there when the last rank has its part.
+            if state.ranks_to_load == 1 and state.reason is None:
+                gate.on_copied(slowest.copy_s, now_s)
+                # After a miss the time is that of several tiers, and nobody knows whose.
+                if slowest.tier >= 0 and not slowest.misses:
+                    gate.on_loaded(slowest.tier, slowest.drain_s, slowest.tier_s, now_s)
+        elif len(event.misses) == 1:
+            at, reason = event.misses[0]
+            if reason == reasons.DEADLINE:
+                gate.on_late(at, state.job.expires_s - state.job.start_s, max(1, state.place), now_s)
+            elif reason in FAULTS:
+                gate.on_late(at, event.queue_s + event.tier_s, max(1, state.place), now_s)
+
+    def on_passed(self, state: LoadState, event: Passed, now_s: float) -> None:
         """A rank will not read from this source any more."""
         if event.tier in state.charged:
             state.charged[event.tier] -= 1
             if state.charged[event.tier] == 0:
                 del state.charged[event.tier]
                 self._books.tiers[event.tier].slots_in_loads -= 1
+                if state.stands_at == event.tier:
+                    self._stand_at(next(iter(state.charged), None), state, now_s)
 
     def uncharge(self, state: LoadState) -> None:
         """The slot counts in no source's share any more."""

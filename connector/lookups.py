@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvsluice.connector.books import Books
+from kvsluice.connector.load_gate import HOST, LoadGate
 from kvsluice.connector.prober import SupportsProbing
 from kvsluice.connector.results import Lookup
+from kvsluice.tiers import reasons
 from kvsluice.tiers.chunk_file import check_key
 
 __all__ = ["Lookups"]
@@ -18,11 +20,13 @@ class Lookups:
     Args:
         books: slots and indexes that answer at once.
         prober: asks the tiers; None where no tier outlives this process.
+        load_gate: says how much of what is held is worth loading; None where all of it is.
     """
 
-    def __init__(self, books: Books, prober: SupportsProbing | None) -> None:
+    def __init__(self, books: Books, prober: SupportsProbing | None, load_gate: LoadGate | None = None) -> None:
         self._books = books
         self._prober = prober
+        self._load_gate = load_gate
         self._asked_s: dict[tuple[int, bytes], float] = {}
         """Since when a tier is being asked about the prefix that starts with a key."""
         self.lookups = 0
@@ -35,17 +39,31 @@ class Lookups:
         now_s = books.clock()
         self.take_answers(now_s)
         self.lookups += 1
-        indexes = [books.tiers[at].index for at in books.io if books.tiers[at].serving]
-        held = 0
+        indexes = [(at, books.tiers[at].index) for at in books.io if books.tiers[at].serving]
+        served_by: list[int] = []
         pending = False
         for key in keys:
-            if key not in books.slots and not any(index.holds(key) for index in indexes):
-                pending = self._ask(keys, held, now_s)
+            if key in books.slots:
+                served_by.append(HOST)
+                continue
+            for at, index in indexes:
+                if index.holds(key):
+                    served_by.append(at)
+                    break
+            else:
+                pending = self._ask(keys, len(served_by), now_s)
                 break
-            held += 1
-        self.pending += pending
-        self.hit_chunks += 0 if pending else held
-        return Lookup(held, pending)
+        held = slower = len(served_by)
+        if held and self._load_gate is not None:
+            held = self._load_gate.offer(served_by, books.loads_open, now_s, may_probe=not pending)
+        slower -= held
+        if pending:
+            self.pending += 1
+        else:
+            self.hit_chunks += held
+            if slower:
+                books.unused[reasons.SLOWER] += slower
+        return Lookup(held, pending, slower)
 
     def _ask(self, keys: Sequence[bytes], first: int, now_s: float) -> bool:
         """Have every tier that may hold `keys[first]` asked; whether an answer is still to come."""

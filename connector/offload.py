@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from kvsluice.connector.config import OffloadConfig
 from kvsluice.connector.device import Device
-from kvsluice.connector.ladder import open_rank, planned_tiers
+from kvsluice.connector.ladder import load_gate_for, open_rank, planned_tiers
 from kvsluice.connector.layout import KVLayout
 from kvsluice.connector.namespace import ModelIdentity
 from kvsluice.connector.orders import Order, RankReport
@@ -74,7 +74,13 @@ class OffloadConnector:
         geometry = rank.geometry
         self._worker = rank.worker
         self._prober = Prober(rank.tiers)
-        self._planner = Planner(ladder, geometry.settings(config), prober=self._prober, clock=clock)
+        self._planner = Planner(
+            ladder,
+            geometry.settings(config),
+            prober=self._prober,
+            load_gate=load_gate_for(config, geometry),
+            clock=clock,
+        )
         self._ready: dict[int, TransferResult] = {}
         self._left: tuple[str, ...] | None = None
         self.namespace = geometry.namespace
@@ -95,6 +101,9 @@ class OffloadConnector:
         What is not known is asked for in the background: `pending` says that an answer is still to
         come, for at most `lookup_timeout_s`. Looking up neither keeps a chunk alive nor makes it
         look used.
+
+        Where the engine tells how fast it computes (`observe_prefill`), chunks that it would have
+        computed sooner are not offered: they count as `slower`.
 
         Args:
             keys: one per chunk, in prefix order.
@@ -154,6 +163,24 @@ class OffloadConnector:
         job = self._planner.load(keys, block_ids, deadline_s)
         self._send()
         return job
+
+    def observe_prefill(self, num_tokens: int, elapsed_s: float) -> None:
+        """Tell how long the engine took to compute a part of a prompt. Never blocks.
+
+        Called once per step that computed prompt tokens. It is what lookups hold against the time that
+        loads take; an engine that never calls it, and is configured with no rate, uses every hit.
+
+        Args:
+            num_tokens: prompt tokens that the step computed, of all requests together; steps that only
+                decode have none, and need not be told of.
+            elapsed_s: seconds of the engine's time for them: from the step's start, or from the end of
+                the step before where that is later, until the device was done with it. Not the time to
+                launch it, and not what the engine was idle before.
+
+        Raises:
+            ValueError: a negative number, or an endless time.
+        """
+        self._planner.observe_prefill(num_tokens, elapsed_s)
 
     def poll(self) -> list[TransferResult]:
         """Jobs that are over since the last call, each once. Never blocks."""

@@ -10,7 +10,7 @@ was given ends with exactly one `Ended`: from then on the worker does not touch 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from kvsluice.tiers.backpressure import Spent, Stall
 
@@ -33,6 +33,9 @@ __all__ = [
     "WorkerEvent",
     "Wrote",
 ]
+
+
+_NOTHING: Final = Spent.alone(0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +200,8 @@ class TierState:
     capacity_bytes: int | None
     store_limit: int = 0
     """Stores that may run at once at this moment; 0 for as many as there are writers."""
+    load_stall: Spent = _NOTHING
+    """What the load that is next to end has taken so far, since the last one ended or the oldest began."""
 
 
 @dataclass(frozen=True, slots=True)

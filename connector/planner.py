@@ -7,6 +7,7 @@ orders and reports alone. Lookups, stores and loads are parts of their own, over
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from kvsluice.connector.account import PlannedTier, TierAccount
 from kvsluice.connector.books import Books, PlannerSettings
 from kvsluice.connector.ledger import LoadState, StoreState
+from kvsluice.connector.load_gate import LoadGate
 from kvsluice.connector.load_plan import LoadPlan
 from kvsluice.connector.lookups import Lookups
 from kvsluice.connector.orders import (
@@ -34,10 +36,15 @@ from kvsluice.connector.prober import SupportsProbing
 from kvsluice.connector.results import Lookup, OffloadStats, TransferResult
 from kvsluice.connector.store_plan import StorePlan
 from kvsluice.tiers import reasons
+from kvsluice.tiers.backpressure import Spent
 from kvsluice.tiers.chunk_file import check_key
 from kvsluice.tiers.errors import LayoutError
 
 __all__ = ["Planner", "PlannerSettings"]
+
+
+def _by_drain(spent: Spent) -> float:
+    return spent.drain_s
 
 
 class Planner:
@@ -47,6 +54,7 @@ class Planner:
         tiers: the ladder, fastest first; a host tier may only be the first.
         settings: see `PlannerSettings`.
         prober: answers which keys a tier holds; None where no tier outlives this process.
+        load_gate: keeps hits from being used that are slower than recompute; None uses all.
         clock: seconds, monotonic.
     """
 
@@ -56,13 +64,15 @@ class Planner:
         settings: PlannerSettings,
         *,
         prober: SupportsProbing | None = None,
+        load_gate: LoadGate | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = settings
         self._books = Books(tiers, settings, clock)
-        self._lookups = Lookups(self._books, prober)
+        self._load_gate = load_gate
+        self._lookups = Lookups(self._books, prober, load_gate)
         self._stores = StorePlan(self._books)
-        self._loads = LoadPlan(self._books)
+        self._loads = LoadPlan(self._books, load_gate)
         self._reset_left: dict[int, int] = {}
 
     # ---- the engine's calls ------------------------------------------------------------------
@@ -95,6 +105,13 @@ class Planner:
         self._lookups.take_answers(self._books.clock())
         timeout_s = self.settings.load_timeout_s if deadline_s is None else deadline_s
         return self._loads.plan(keys, block_ids, timeout_s, skip_blocks)
+
+    def observe_prefill(self, num_tokens: int, elapsed_s: float) -> None:
+        """Learn the engine's speed; see `OffloadConnector.observe_prefill`."""
+        if num_tokens < 0 or not 0 <= elapsed_s < math.inf:
+            raise ValueError(f"{num_tokens} tokens in {elapsed_s} s: neither may be negative, nor endless")
+        if self._load_gate is not None:
+            self._load_gate.observe_prefill(num_tokens, elapsed_s)
 
     def cancel(self, job_id: int) -> None:
         """Shed what of the job has not started; see `OffloadConnector.cancel`."""
@@ -163,7 +180,12 @@ class Planner:
         for event in report.events:
             self._apply(event, now_s)
         for state in report.tiers:
-            self._books.tiers[state.tier].saw(report.rank, state)
+            account = self._books.tiers[state.tier]
+            account.saw(report.rank, state)
+            if self._load_gate is not None and self._books.loads_open[state.tier]:
+                # The rank that has waited longest speaks for all, as for stores.
+                stalls = (seen.load_stall for seen in account.states.values())
+                self._load_gate.on_stall(state.tier, max(stalls, key=_by_drain), now_s)
         self._lookups.take_answers(now_s)
         self._loads.dispatch(now_s)
         self._stores.dispatch(now_s)
@@ -188,7 +210,7 @@ class Planner:
                 self._loads.on_loaded(state, event, now_s)
             case Passed():
                 assert isinstance(state, LoadState)
-                self._loads.on_passed(state, event)
+                self._loads.on_passed(state, event, now_s)
             case Ended():
                 self._on_ended(state)
 
@@ -290,6 +312,7 @@ class Planner:
             hit_chunks=self._lookups.hit_chunks,
             skipped=dict(books.skipped),
             unused=dict(books.unused),
+            load_gate=None if self._load_gate is None else self._load_gate.stats,
         )
 
     def check_integrity(self) -> None:
@@ -302,6 +325,10 @@ class Planner:
         actual = books.slots.pins()
         if dict(pins) != actual:
             raise AssertionError(f"live parts pin {dict(pins)}, the slot table says {actual}")
+        loads = [state for state in live if isinstance(state, LoadState)]
+        stand_at = Counter(state.stands_at for state in [*loads, *self._loads.waiting] if state.stands_at is not None)
+        if stand_at != +books.loads_open:
+            raise AssertionError(f"open loads by tier {dict(books.loads_open)}, live parts {dict(stand_at)}")
         for at, account in enumerate(books.tiers):
             if account is books.host:
                 copying = [state for state in live if isinstance(state, StoreState) and state.ranks_to_copy]

@@ -8,7 +8,7 @@ from typing import Literal
 
 from kvsluice.tiers.slots import SlotUsage
 
-__all__ = ["GateStats", "Lookup", "OffloadStats", "TierStats", "TransferKind", "TransferResult"]
+__all__ = ["GateStats", "LoadGateStats", "Lookup", "OffloadStats", "TierStats", "TransferKind", "TransferResult"]
 
 TransferKind = Literal["store", "load"]
 
@@ -18,12 +18,14 @@ class Lookup:
     """How much of a prefix can be loaded.
 
     Attributes:
-        held: leading chunks that some tier is known to hold.
+        held: leading chunks that some tier is known to hold, as far as they are worth loading.
         pending: whether a tier is still being asked about the chunk after them; ask again later.
+        slower: chunks after them that are held as well, and that the engine has computed sooner than loaded.
     """
 
     held: int
     pending: bool
+    slower: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,21 @@ class GateStats:
     store_latency_ema_s: float
     dropped_stores: int
     detector: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadGateStats:
+    """What the load gate weighs against each other; None for what is not known yet.
+
+    Attributes:
+        prefill_tokens_per_s: how fast the engine computes prompts.
+        load_interval_s: by tier, seconds from one chunk to the next where many are loaded.
+        copy_s: seconds of one chunk's device copy.
+    """
+
+    prefill_tokens_per_s: float | None
+    load_interval_s: Mapping[str, float | None]
+    copy_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +145,7 @@ class OffloadStats:
         hit_chunks: the sum of `held` over all lookups that did not.
         skipped, unused: stores that no tier was asked to take, loads that no tier was asked for, each by
             reason; what a tier refused or failed stands with the tier.
+        load_gate: what loads and recompute take; None where the gate is off.
     """
 
     tiers: Mapping[str, TierStats]
@@ -141,3 +159,4 @@ class OffloadStats:
     hit_chunks: int
     skipped: Mapping[str, int]
     unused: Mapping[str, int]
+    load_gate: LoadGateStats | None = None

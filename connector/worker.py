@@ -161,6 +161,7 @@ class RankWorker:
                     usage.used_bytes,
                     usage.capacity_bytes,
                     lane.store_limit,
+                    lane.load_stall,
                 )
             )
         events: list[WorkerEvent] = []

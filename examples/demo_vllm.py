@@ -190,6 +190,20 @@ def _reasons(counts: object) -> str:
     return ", ".join(f"{reason} {count}" for reason, count in _mapping(counts).items() if count) or "0"
 
 
+def load_gate_line(stats: Mapping[str, object]) -> str:
+    """What the load gate weighed when it let the hits through."""
+    gate = _mapping(stats.get("load_gate"))
+    rate, copy_s = gate.get("prefill_tokens_per_s"), gate.get("copy_s")
+    known = [f"the engine computes {rate:.0f} tokens/s"] if isinstance(rate, float) else []
+    known += [
+        f"a chunk comes from {tier} in {interval_s * 1e3:.1f} ms"
+        for tier, interval_s in _mapping(gate.get("load_interval_s")).items()
+        if isinstance(interval_s, float)
+    ]
+    known += [f"its copy takes {copy_s * 1e3:.1f} ms"] if isinstance(copy_s, float) else []
+    return f"load gate: {', '.join(known) or 'nothing measured'}"
+
+
 def judge(console: Console, cold: Run, hits: Run) -> bool:
     """Print the verdict; whether the tokens are identical and every expected hit was there."""
     missing = [
@@ -226,6 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
     console.print(request_table(cold, hits))
     console.print(tier_table({"first": cold, "second": hits}))
+    console.print(load_gate_line(hits.stats), highlight=False)
     console.print(f"engine start: {cold.start_s:.0f} s and {hits.start_s:.0f} s, each a process of its own")
     return 0 if judge(console, cold, hits) else 1
 

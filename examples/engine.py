@@ -52,6 +52,7 @@ class TransferResult(Protocol):
 class Offloader(Protocol):
     """The part of `kvsluice.connector.OffloadConnector` that an engine needs."""
 
+    def observe_prefill(self, num_tokens: int, elapsed_s: float) -> None: ...
     def lookup(self, keys: Sequence[bytes]) -> Lookup: ...
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> int: ...
     def load(self, keys: Sequence[bytes], block_ids: Sequence[int], *, deadline_s: float | None) -> int: ...
@@ -281,12 +282,16 @@ class Engine:
         end = min(start + self.tokens_per_chunk, len(request.prompt))
         if not self._reserve(request, end):
             return False
+        started_s = self._clock()
         logits = self._model.forward(list(request.prompt[start:end]), start, request.blocks, self._caches)
+        token = int(logits.argmax())  # after each piece: it waits for the device, so the time below is the device's
+        if self._connector:
+            self._connector.observe_prefill(end - start, self._clock() - started_s)
         request.computed = end
         if end == len(request.prompt):
             self._store(request)
             request.state = _State.DECODE
-            self._emit(request, logits)
+            self._emit(request, token)
         return True
 
     def _decode(self, request: _Request) -> bool:
@@ -295,11 +300,11 @@ class Engine:
             return False
         logits = self._model.forward(request.output[-1:], request.computed, request.blocks, self._caches)
         request.computed += 1
-        self._emit(request, logits)
+        self._emit(request, int(logits.argmax()))
         return True
 
-    def _emit(self, request: _Request, logits: Tensor) -> None:
-        request.output.append(int(logits.argmax()))
+    def _emit(self, request: _Request, token: int) -> None:
+        request.output.append(token)
         if request.first_token_s is None:
             request.first_token_s = self._clock() - request.submitted_s
         if len(request.output) == request.max_new_tokens:

@@ -30,6 +30,7 @@ __all__ = [
     "RESET",
     "SHORT",
     "SLOT_SHARE",
+    "SLOWER",
 ]
 
 GATE: Final = "gate"
@@ -48,6 +49,8 @@ BLOCKS_WANTED: Final = "blocks_wanted"
 """The store waited for a slot and a request waited for its blocks: the request goes first."""
 CANCELLED: Final = "cancelled"
 """The engine cancelled the job before this chunk started."""
+SLOWER: Final = "slower_than_recompute"
+"""The chunk is held, and to load it would take longer than to compute it: the hit was not offered."""
 FENCED: Final = "fenced"
 """The engine fenced the chunk's blocks before its copy started."""
 RESET: Final = "reset"

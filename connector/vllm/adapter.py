@@ -106,7 +106,9 @@ class SluiceConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc] # 
         return self._worker.take_failed_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        return self._worker.report()
+        step = self._get_connector_metadata()
+        assert isinstance(step, StepOrders)
+        return self._worker.report(step)
 
     # ---- scheduler side ----------------------------------------------------------------------
 

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvsluice.connector.config import OffloadConfig
-from kvsluice.connector.ladder import Geometry, build_tiers, planned_tiers
+from kvsluice.connector.ladder import Geometry, build_tiers, load_gate_for, planned_tiers
 from kvsluice.connector.planner import Planner
+from kvsluice.connector.prefill_meter import PrefillMeter
 from kvsluice.connector.prober import Prober
 from kvsluice.connector.results import TransferResult
 from kvsluice.connector.vllm.wire import FailedLoad, SluiceStats, StartedLoad, StepOrders, StepReports
@@ -95,6 +96,7 @@ class SchedulerHalf:
         self._loading: Counter[bytes] = Counter()
         self._settling: deque[tuple[int, tuple[bytes, ...]]] = deque()
         self._steps = 0
+        self._meter = PrefillMeter(clock)
         self._held_blocks: dict[int, list[int]] = {}
         self._store_started_s: dict[int, float] = {}
         self._started_loads: list[StartedLoad] = []
@@ -121,6 +123,7 @@ class SchedulerHalf:
             planned_tiers(self._config, self._clock),
             first.settings(self._config, num_ranks=len(geometries)),
             prober=self._prober,
+            load_gate=load_gate_for(self._config, first),
             clock=self._clock,
         )
         _log.info(
@@ -136,7 +139,7 @@ class SchedulerHalf:
         self._requests[request.request_id] = _RequestState(request)
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """Tokens beyond `computed` that tiers hold; None while that is still being found out."""
+        """Tokens beyond `computed` that are worth loading; None while that is still being found out."""
         state = self._requests.get(request.request_id)
         if state is None or self._planner is None or not state.may_load or request.skip_reading_prefix_cache:
             return 0, False
@@ -201,15 +204,30 @@ class SchedulerHalf:
                 # It computes everything anew, with the weights of now.
                 state.chunks_offered = 0
                 state.may_store = True
+        prefill_tokens = 0
         for request_id, scheduled in step.num_scheduled_tokens.items():
             if (state := self._requests.get(request_id)) is not None:
+                prefill_tokens += self._prefill_tokens(state.request, scheduled)
                 self._offer(state, scheduled, step)
+        self._meter.made(self._steps, prefill_tokens)
         self._yield_blocks(step)
         self._take_results()
-        orders = StepOrders(self._planner.take_orders(), tuple(self._started_loads), tuple(self._failed_loads))
+        orders = StepOrders(
+            self._planner.take_orders(), tuple(self._started_loads), tuple(self._failed_loads), self._steps
+        )
         self._started_loads.clear()
         self._failed_loads.clear()
         return orders
+
+    @staticmethod
+    def _prefill_tokens(request: Request, scheduled: int) -> int:
+        """Of the tokens that a step computes for a request, those that are known: a prompt's, or a preempted one's.
+
+        Not the last: a step of decoding computes that one, and draft tokens or placeholders behind it.
+        """
+        computed: int = request.num_computed_tokens
+        known: int = request.num_tokens
+        return max(0, min(computed + scheduled, known - 1) - computed)
 
     def _offer(self, state: _RequestState, scheduled: int, step: SchedulerOutput) -> None:
         assert self._planner is not None
@@ -240,6 +258,10 @@ class SchedulerHalf:
         """Take in what the workers saw."""
         if self._planner is None or reports is None:
             return
+        prefilled = self._meter.output(reports.step)
+        if prefilled is not None:
+            self._planner.observe_prefill(*prefilled)
+            self._stats_changed = True
         for report in reports.reports:
             self._stats_changed = self._stats_changed or bool(report.events)
             self._planner.apply(report)

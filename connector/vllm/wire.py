@@ -37,22 +37,24 @@ class FailedLoad:
 
 @dataclass
 class StepOrders(KVConnectorMetadata):  # type: ignore[misc, explicit-any] # vLLM is untyped here
-    """The scheduler's word to each worker for one step."""
+    """The scheduler's word to each worker for one step; `step` counts them."""
 
     orders: tuple[Order, ...] = ()
     started_loads: tuple[StartedLoad, ...] = ()
     failed_loads: tuple[FailedLoad, ...] = ()
+    step: int = 0
 
 
 @dataclass
 class StepReports(KVConnectorWorkerMetadata):  # type: ignore[misc, explicit-any] # as above
-    """What the workers saw in one step, rank by rank."""
+    """What the workers saw in one step, rank by rank; `step` is that of its orders."""
 
     reports: tuple[RankReport, ...] = ()
+    step: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReports:
         assert isinstance(other, StepReports)
-        return StepReports(self.reports + other.reports)
+        return StepReports(self.reports + other.reports, self.step)
 
 
 @dataclass

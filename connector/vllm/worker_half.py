@@ -107,10 +107,10 @@ class WorkerHalf:
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
-    def report(self) -> StepReports | None:
-        """What happened since the last step."""
+    def report(self, step: StepOrders) -> StepReports | None:
+        """What happened since the last step; told with the output of this one."""
         report, self._report = self._report, None
-        return None if report is None else StepReports((report,))
+        return None if report is None else StepReports((report,), step.step)
 
     def shutdown(self) -> None:
         if self._worker is not None:

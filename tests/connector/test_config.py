@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from kvsluice.connector.config import (
     FsTierConfig,
     HostTierConfig,
+    LoadGateConfig,
     ObjTierConfig,
     OffloadConfig,
     TierConfig,
@@ -300,6 +301,36 @@ def test_a_wrong_gate_is_refused_when_it_is_configured(mapping: dict[str, object
     assert all(part in message for part in told), message
 
 
+# The load gate
+
+
+def test_the_load_gate_is_on_and_measures_unless_told_otherwise() -> None:
+    assert make().load_gate == LoadGateConfig(prefill_tokens_per_s=None, margin=1.0)
+    assert make(load_gate=None).load_gate is None
+    config = make({**FS, "load_bytes_per_s": "2GB"}, OBJ, load_gate={"prefill_tokens_per_s": 8000, "margin": 1.5})
+    assert config.load_gate == LoadGateConfig(prefill_tokens_per_s=8000.0, margin=1.5)
+    assert [tier.load_bytes_per_s for tier in config.tiers if not isinstance(tier, HostTierConfig)] == [2 * 10**9, None]
+    assert config.redacted()["load_gate"] == {"prefill_tokens_per_s": 8000.0, "margin": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("mapping", "told"),
+    [
+        ({"tiers": [FS], "load_gate": {"margn": 2}}, ["load_gate", "'margn'", "2", "'margin'"]),
+        ({"tiers": [FS], "load_gate": {"margin": 0}}, ["load_gate: margin is 0", "greater than 0"]),
+        ({"tiers": [FS], "load_gate": {"margin": True}}, ["load_gate: margin is True"]),
+        ({"tiers": [FS], "load_gate": {"prefill_tokens_per_s": "fast"}}, ["prefill_tokens_per_s is 'fast'"]),
+        ({"tiers": [FS], "load_gate": "off"}, ["load_gate is 'off'"]),
+        ({"tiers": [FS], "load_gat": None}, ["'load_gat'", "'load_gate'"]),
+        ({"tiers": [{**FS, "load_bytes_per_s": 0}]}, ["tiers[0] ('fs')", "load_bytes_per_s", "is 0"]),
+        ({"tiers": [{**HOST, "load_bytes_per_s": 9}]}, ["tiers[0] ('host')", "unknown key 'load_bytes_per_s'"]),
+    ],
+)
+def test_a_wrong_load_gate_is_refused_by_name_and_value(mapping: dict[str, object], told: list[str]) -> None:
+    message = refusal(mapping)
+    assert all(part in message for part in told), message
+
+
 # Secrets
 
 
@@ -346,6 +377,7 @@ SECRET = "Sup3rSecretOfTests"
         {"tiers": [FS], "password": 0, "unknown": {"deep": [{"api_key": SECRET}]}},
         {"tiers": [FS], "whatever": f"https://me:{SECRET}@host/x"},
         {"tiers": [FS], "whatever": "AKIAIOSFODNN7EXAMPLEX"},
+        {"tiers": [FS], "load_gate": {"api_key": SECRET}},
         {"tiers": [{**OBJ, "acess_key": SECRET}]},
         {"tiers": [{**OBJ, "access_key": SECRET}]},
         {"tiers": [{**OBJ, "secret_key": SECRET, "access_key": 5}]},
@@ -375,7 +407,9 @@ def test_no_refusal_shows_a_secret(mapping: dict[str, object]) -> None:
 
 def test_only_the_secrets_among_the_known_keys_are_masked() -> None:
     known = {
-        key for model in (OffloadConfig, HostTierConfig, FsTierConfig, ObjTierConfig) for key in model.model_fields
+        key
+        for model in (OffloadConfig, LoadGateConfig, HostTierConfig, FsTierConfig, ObjTierConfig)
+        for key in model.model_fields
     }
     assert {key for key in known if is_secret_key(key)} == {"access_key", "secret_key", "session_token", "salt"}
 
@@ -388,7 +422,7 @@ def test_a_misplaced_value_that_is_no_secret_is_shown() -> None:
 
 FIELDS = [
     pytest.param(name, field, id=f"{model.__name__}.{name}")
-    for model in (OffloadConfig, TierConfig, HostTierConfig, FsTierConfig, ObjTierConfig)
+    for model in (OffloadConfig, LoadGateConfig, TierConfig, HostTierConfig, FsTierConfig, ObjTierConfig)
     for name, field in model.model_fields.items()
 ]
 
@@ -408,7 +442,9 @@ def test_each_field_says_its_real_default_and_its_unit(name: str, field: object)
     else:
         default = f'"{field.default}"' if isinstance(field.default, str) else str(field.default)
         assert f"Default {default}" in text
-    if name.endswith("_s"):
+    if name.endswith("_per_s"):
+        assert "per second" in text
+    elif name.endswith("_s"):
         assert "Seconds" in text
     if name.endswith("_bytes") or name == "capacity":
         assert "Bytes" in text

@@ -62,11 +62,15 @@ class FakeConnector:
     zero_block: int | None = None
     """Which of a load's blocks comes back zeroed."""
     cancelled: list[int] = field(default_factory=list)
+    prefilled: list[tuple[int, float]] = field(default_factory=list)
     asked: list[tuple[str, tuple[bytes, ...], tuple[int, ...]]] = field(default_factory=list)
     _clock: int = 0
     _waiting: list[tuple[int, int, str, tuple[bytes, ...], tuple[int, ...]]] = field(default_factory=list)
     _released: list[int] = field(default_factory=list)
     _answered: set[tuple[bytes, ...]] = field(default_factory=set)
+
+    def observe_prefill(self, num_tokens: int, elapsed_s: float) -> None:
+        self.prefilled.append((num_tokens, elapsed_s))
 
     def lookup(self, keys: Sequence[bytes]) -> FakeLookup:
         held = 0
@@ -289,6 +293,27 @@ def test_a_request_preempted_while_loading_keeps_its_blocks_until_the_load_has_e
     engine.drain(timeout_s=5)
     engine.check_integrity()
     assert engine.pool.free == 22
+
+
+def test_the_connector_is_told_what_each_piece_of_a_prompt_took_and_nothing_of_decoding(
+    model: PagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    forward = PagedModel.forward
+
+    def slow_forward(self: PagedModel, tokens: list[int], *rest: object) -> Tensor:
+        clock[0] += 0.25 * len(tokens)
+        return forward(self, tokens, *rest)
+
+    monkeypatch.setattr(PagedModel, "forward", slow_forward)
+    caches = new_kv_caches(TINY, 64, BLOCK)
+    connector = FakeConnector(caches)
+    engine = Engine(model, caches, blocks_per_chunk=BLOCKS_PER_CHUNK, connector=connector, clock=lambda: clock[0])
+    prompt = make_prompt(45)
+    serve(engine, prompt)
+    assert connector.prefilled == [(tokens, 0.25 * tokens) for tokens in (CHUNK, CHUNK, CHUNK, CHUNK, CHUNK, 5)]
+    assert serve(engine, prompt).hit_tokens == 40
+    assert connector.prefilled[6:] == [(5, 1.25)], "what was loaded is not prefill"
 
 
 def test_keys_are_stable_across_processes_and_name_the_whole_prefix() -> None:

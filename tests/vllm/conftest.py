@@ -62,8 +62,9 @@ def first(model: Path, tmp_path_factory: pytest.TempPathFactory) -> First:
             path.unlink()
         engine.reset_prefix_cache()
         again = engine.generate(PROMPTS)
+        stats = engine.connector_stats()
     lone_files = [kept / path.relative_to(root) for path in sorted(all_files - shared_files)]
-    return First(cold, lone, again, kept, lone_files)
+    return First(cold, lone, again, kept, lone_files, stats)
 
 
 @pytest.fixture(scope="session")

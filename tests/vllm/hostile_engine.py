@@ -117,6 +117,8 @@ def transfer_config(root: Path) -> dict[str, object]:
             "lookup_timeout_s": 30.0,
             "negative_ttl_s": 0.001,
             "backpressure": None,
+            # Each scenario means its loads to be made, however slow a test lets them be.
+            "load_gate": None,
             "tiers": [{"type": "fs", "root_dir": str(root), "capacity": "1GiB"}],
         },
     }

@@ -29,6 +29,16 @@ def test_after_vllm_forgot_its_cache_and_the_files_are_gone_the_host_tier_serves
     assert tokens_of(first.again) == tokens_of(first.cold)
 
 
+def test_the_load_gate_measures_the_engine_and_its_own_copies_live(first: First) -> None:
+    measured = first.stats["load_gate"]
+    assert isinstance(measured, dict)
+    # Seen from outside a prompt takes a little longer than its prefill, and on a busy machine sometimes much longer.
+    seen = [served.prompt_tokens / served.first_token_s for served in first.cold]
+    assert 0.2 * min(seen) < measured["prefill_tokens_per_s"] < 10 * max(seen)
+    assert 0 < measured["copy_s"] < 1.0
+    assert measured["load_interval_s"] == {"fs": None}, "every hit came from host memory"
+
+
 def test_a_new_engine_process_serves_the_same_tokens_from_the_files(first: First, second: Second) -> None:
     second.engine.reset_prefix_cache()
     served = second.engine.generate(PROMPTS)

@@ -21,7 +21,10 @@ def full_chunk_tokens(prompt: list[int]) -> int:
 
 
 def sluice_config(root: Path, *, host: bool) -> dict[str, object]:
-    """Without gates: these tests are about bytes, and wait for every chunk on machines of any speed."""
+    """Without gates: these tests are about bytes, and wait for every chunk on machines of any speed.
+
+    The load gate measures, and lets through what takes a million times as long as computing.
+    """
     tiers: list[dict[str, object]] = [{"type": "fs", "root_dir": str(root), "capacity": "1GiB"}]
     if host:
         tiers.insert(0, {"type": "host", "capacity": "64MiB"})
@@ -31,6 +34,7 @@ def sluice_config(root: Path, *, host: bool) -> dict[str, object]:
         "load_timeout_s": 60.0,
         "lookup_timeout_s": 30.0,
         "backpressure": None,
+        "load_gate": {"margin": 1e6},
         "tiers": tiers,
     }
 
@@ -45,6 +49,7 @@ class First:
         again: how it served `PROMPTS` after its own prefix cache and all chunk files were gone.
         root: a copy of the folder of chunk files, from before they were deleted.
         lone_files: the files below `root` that hold chunks of `LONE_PROMPT`.
+        stats: the connector's, after all of that.
     """
 
     cold: list[Served]
@@ -52,6 +57,7 @@ class First:
     again: list[Served]
     root: Path
     lone_files: list[Path]
+    stats: dict[str, object]
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ of two readings.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -73,6 +74,15 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True)
+class _LoadMarks:
+    """Where time and the two clocks stood when a load last ended, or the oldest began where that is later."""
+
+    at_s: float
+    all_s: float
+    loads_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Now:
     """What a reader needs for `stall`, replaced as a whole so that it is never read half changed."""
 
@@ -81,9 +91,11 @@ class _Now:
     num_stores: int = 0
     all_s: float = 0.0
     stores_s: float = 0.0
+    loads_s: float = 0.0
     oldest_start_s: float = 0.0
     since_all_s: float = 0.0
     since_stores_s: float = 0.0
+    load: _LoadMarks | None = None
 
 
 class Traffic:
@@ -100,14 +112,15 @@ class Traffic:
         self._clock = clock
         self._lock = threading.Lock()
         self._at_s = clock()
-        self._loads = 0
         self._all_s = 0.0
         self._loads_s = 0.0
         self._stores_s = 0.0
         self._ended_all_s = 0.0
         self._ended_stores_s = 0.0
+        self._ended_load = _LoadMarks(-math.inf, 0.0, 0.0)
         # A dict keeps the order of starting, so its first entry is the oldest.
         self._stores: dict[Operation, None] = {}
+        self._loads: dict[Operation, None] = {}
         self._now = _Now()
 
     def start(self, *, is_store: bool) -> Operation:
@@ -115,10 +128,7 @@ class Traffic:
         with self._lock:
             now_s = self._advance()
             operation = Operation(is_store, now_s, self._all_s, self._stores_s if is_store else self._loads_s)
-            if is_store:
-                self._stores[operation] = None
-            else:
-                self._loads += 1
+            (self._stores if is_store else self._loads)[operation] = None
             self._publish()
             return operation
 
@@ -133,7 +143,8 @@ class Traffic:
                 self._ended_all_s = self._all_s
                 self._ended_stores_s = self._stores_s
             else:
-                self._loads -= 1
+                del self._loads[operation]
+                self._ended_load = _LoadMarks(now_s, self._all_s, self._loads_s)
             self._publish()
             return Spent(now_s - operation.start_s, self._all_s - operation.all_s, kind_s - operation.kind_s)
 
@@ -156,32 +167,52 @@ class Traffic:
             now.stores_s + passed_s / now.num_stores - now.since_stores_s,
         )
 
+    def load_stall(self) -> Spent:
+        """What the load that is next to end will have taken at the least; all 0 with none under way.
+
+        Counted since the last one ended, or since the oldest began where that is later.
+        """
+        now = self._now
+        if now.load is None:
+            return Spent.alone(0.0)
+        now_s = self._clock()
+        passed_s = max(0.0, now_s - now.at_s)
+        return Spent(
+            now_s - now.load.at_s,
+            now.all_s + passed_s / now.num_all - now.load.all_s,
+            now.loads_s + passed_s / (now.num_all - now.num_stores) - now.load.loads_s,
+        )
+
     def _advance(self) -> float:
         # The clock is read under the lock, so that no two readings come in the wrong order.
         now_s = self._clock()
         passed_s = now_s - self._at_s
-        stores = len(self._stores)
+        stores, loads = len(self._stores), len(self._loads)
         if stores:
             self._stores_s += passed_s / stores
-        if self._loads:
-            self._loads_s += passed_s / self._loads
-        if stores or self._loads:
-            self._all_s += passed_s / (stores + self._loads)
+        if loads:
+            self._loads_s += passed_s / loads
+        if stores or loads:
+            self._all_s += passed_s / (stores + loads)
         self._at_s = now_s
         return now_s
 
     def _publish(self) -> None:
-        oldest = next(iter(self._stores), None)
-        if oldest is None:
-            self._now = _Now()
-            return
+        store = next(iter(self._stores), None)
+        load = next(iter(self._loads), None)
         self._now = _Now(
             self._at_s,
-            len(self._stores) + self._loads,
+            len(self._stores) + len(self._loads),
             len(self._stores),
             self._all_s,
             self._stores_s,
-            oldest.start_s,
-            max(oldest.all_s, self._ended_all_s),
-            max(oldest.kind_s, self._ended_stores_s),
+            self._loads_s,
+            0.0 if store is None else store.start_s,
+            0.0 if store is None else max(store.all_s, self._ended_all_s),
+            0.0 if store is None else max(store.kind_s, self._ended_stores_s),
+            None if load is None else self._later(load),
         )
+
+    def _later(self, load: Operation) -> _LoadMarks:
+        ended = self._ended_load
+        return ended if ended.at_s >= load.start_s else _LoadMarks(load.start_s, load.all_s, load.kind_s)
