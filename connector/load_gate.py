@@ -230,10 +230,12 @@ class LoadGate:
         """Whether it is plain that all are worth it, without a look at each.
 
         Where no chunk more adds more than it would take to compute, more is never worse than less; then
-        all are best unless none is.
+        all are best unless none is. The first chunk of a tier adds the wait for those that stand there
+        already: told apart only for the first of all.
         """
-        if any(stage.times.steepest_s > chunk_s for stage in stages.values()):
-            return False
+        for at, stage in stages.items():
+            if stage.times.steepest_s > chunk_s or (lines[at].count and at not in (served_by[0], HOST)):
+                return False
         return _total_s(lines, served_by) < len(served_by) * chunk_s
 
     def _probe(

@@ -8,7 +8,7 @@ import math
 import pytest
 from bench import Bench, blocks_of, make_key
 from doubles import PATIENCE_S, Clock, PickledConnector
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_loads import HUNG, TOKENS, WIDTH, Distance, KnowingProber, World, look_up
 
@@ -162,6 +162,7 @@ def test_copies_that_are_slower_than_computing_keep_host_hits_from_being_used():
 _INTERVAL_S = st.floats(0.0, 3.0)
 
 
+@settings(max_examples=500, deadline=None, derandomize=True)
 @given(
     st.lists(_INTERVAL_S, min_size=1, max_size=3),
     st.floats(0.0, 1.5),
@@ -359,11 +360,21 @@ def test_a_cancelled_load_teaches_nothing():
 
 
 def test_an_answer_that_is_pending_offers_no_probe_and_counts_nothing():
+    world = world_with(32, SLOW_S)
+    world.request()
+    world.run(4 * HALF_LIFE_S)
+    keys = [*world.keys, make_key(999)]
+    assert world.planner.lookup(keys) == Lookup(0, True, slower=32)
+    assert world.planner.stats().unused == {}
+    assert world.planner.lookup(keys) == Lookup(PROBE_CHUNKS, False, slower=32 - PROBE_CHUNKS)
+    assert world.planner.stats().unused == {reasons.SLOWER: 32 - PROBE_CHUNKS}
+
+
+def test_no_probe_stands_in_line_behind_loads_that_will_tell_as_much():
     gate = LoadGate({0: LoadTier("fs", 1)}, tokens_per_chunk=1, prefill_tokens_per_s=1.0)
     gate.on_late(0, 4.0, 1, 0.0)
-    later_s = 4 * HALF_LIFE_S
-    assert gate.offer([0] * 8, {}, later_s, may_probe=False) == 0
-    assert gate.offer([0] * 8, {}, later_s, may_probe=True) == 1
+    assert gate.offer([0] * 8, {0: 1}, 8 * HALF_LIFE_S, may_probe=True) == 0
+    assert gate.offer([0] * 8, {}, 8 * HALF_LIFE_S, may_probe=True) == 1
 
 
 # ---- several ranks, several tiers --------------------------------------------------------------
@@ -423,7 +434,19 @@ def test_a_load_counts_at_the_tier_that_it_waits_for_now():
     planner.apply(RankReport(0, (Loaded(job, 0, 1, None, 512, 0.0, 0.0, 9.0, missed, 9.0), Ended(job, 0)), ()))
     planner.check_integrity()
     assert look_up(planner, KEYS[1:2]).held == 1
-    assert gate.stats.load_interval_s["fs"] is None, "nobody can say which tier took the time"
+
+
+def test_a_load_that_came_from_the_second_tier_teaches_neither():
+    gate = LoadGate({0: LoadTier("fs", 1), 1: LoadTier("obj", 1)}, tokens_per_chunk=1)
+    planner = planner_of(gate, {"fs": set(KEYS), "obj": set(KEYS)})
+    job = planner.load(KEYS[:1], [0], None)
+    planner.take_orders()
+    missed = ((0, reasons.MISSING),)
+    loaded = Loaded(job, 0, 1, None, 512, 0.1, 0.0, 9.0, missed, 9.0)
+    planner.apply(RankReport(0, (Passed(job, 0, 0), loaded, Ended(job, 0)), ()))
+    planner.check_integrity()
+    assert gate.stats.load_interval_s == {"fs": None, "obj": None}, "the time is that of both"
+    assert gate.stats.copy_s == pytest.approx(0.1)
 
 
 def test_a_read_that_fails_after_a_long_time_counts_as_a_long_time():
@@ -518,9 +541,11 @@ def test_configured_rates_decide_and_null_switches_the_gate_off(bench):
         bench.tiers["fs"].images.clear()
 
 
-def test_a_read_that_hangs_is_seen_while_it_hangs(bench):
+@pytest.mark.parametrize(("slots", "at_once"), [(32, 8), (8, 4)])
+def test_a_read_that_hangs_is_seen_while_it_hangs(bench, slots, at_once):
+    """As many as there are threads would hang with it, or as there are slots for the tier."""
     clock = Clock()
-    conn, keys = stored(bench, clock=clock, slots=16)
+    conn, keys = stored(bench, clock=clock, slots=slots)
     conn.observe_prefill(4096, 0.4096)
     hold = bench.tiers["fs"].hold("load")
     job = conn.load(keys[:1], blocks_of(4))
@@ -530,5 +555,8 @@ def test_a_read_that_hangs_is_seen_while_it_hangs(bench):
     assert conn.lookup(keys).held == 4, "no report has come yet"
     conn.poll()
     assert conn.lookup(keys) == Lookup(0, False, slower=4)
+    known = conn.stats().load_gate
+    assert known is not None
+    assert known.load_interval_s == {"fs": pytest.approx(5.0 / at_once)}
     hold.open()
     conn.wait([job], timeout_s=PATIENCE_S)

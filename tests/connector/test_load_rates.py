@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvsluice.connector.load_rates import HALF_LIFE_S, HALF_LIFE_TOKENS, LoadTimes, PrefillRate
@@ -208,6 +208,7 @@ _HAPPENS = st.lists(
 )
 
 
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.integers(1, 20), _HAPPENS)
 def test_whatever_happens_more_loads_never_come_sooner_and_company_never_delivers_less(width, happens):
     times = LoadTimes(width)
