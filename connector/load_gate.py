@@ -253,6 +253,8 @@ class LoadGate:
         # Loads that are open find it out anyway.
         if open_loads.get(at, 0) or now_s - stage.probe_s < HALF_LIFE_S:
             return 0
+        if all(known.times.kept(now_s) == 1.0 for known in stages.values()):
+            return 0
         hoped = _best(self._lines(stages, open_loads, now_s), served_by, chunk_s)
         if hoped <= best:
             return 0
