@@ -151,7 +151,8 @@ class OffloadConnector:
             keys: one per chunk, each once.
             block_ids: `blocks_per_chunk` ids per key, in order, each once.
             group: KV-cache group.
-            deadline_s: seconds from now after which what is not there is a miss; `load_timeout_s` if None.
+            deadline_s: seconds from now after which what is not there is a miss; `load_timeout_s` if None. Where
+                the load gate lets a few chunks through to see whether a tier is still slow, it may be less.
 
         Returns:
             The job's id.

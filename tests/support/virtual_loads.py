@@ -63,6 +63,9 @@ class KnowingProber:
         answers, self._answers = self._answers, []
         return answers
 
+    def forget(self) -> None:
+        self._answers.clear()
+
 
 def look_up(planner: Planner | OffloadConnector, keys: Sequence[bytes]) -> Lookup:
     """What it says when nothing is pending any more."""

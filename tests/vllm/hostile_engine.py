@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 from vllm import EngineArgs, LLMEngine, SamplingParams
@@ -117,8 +118,8 @@ def transfer_config(root: Path) -> dict[str, object]:
             "lookup_timeout_s": 30.0,
             "negative_ttl_s": 0.001,
             "backpressure": None,
-            # Each scenario means its loads to be made, however slow a test lets them be.
-            "load_gate": None,
+            # Each scenario means its loads to be made, however slow it lets them be; one sets its own.
+            "load_gate": {"margin": 1e9},
             "tiers": [{"type": "fs", "root_dir": str(root), "capacity": "1GiB"}],
         },
     }
@@ -446,6 +447,23 @@ def a_folder_that_is_gone(engine: Engine) -> dict[str, object]:
     return {"same": tokens == engine.cold}
 
 
+def hits_that_are_slower_than_recompute(engine: Engine) -> dict[str, object]:
+    engine.store_prompt()
+    gate = engine.planner._load_gate
+    margin = gate._margin
+    outcomes = []
+    engine.serve_one(PROMPT)
+    engine.settle()
+    for margin_now in (1e-9, margin):
+        gate._margin = margin_now
+        unused = engine.planner.stats().unused.get("slower_than_recompute", 0)
+        tokens, cached = engine.serve_one(PROMPT)
+        engine.settle()
+        unused = engine.planner.stats().unused.get("slower_than_recompute", 0) - unused
+        outcomes.append({"same": tokens == engine.cold, "cached": cached, "unused": unused})
+    return {"outcomes": outcomes, "measured": asdict(gate.stats)}
+
+
 def configurations_that_are_refused(engine: Engine) -> dict[str, object]:
     told = {}
     for what, change in (
@@ -496,6 +514,7 @@ SCENARIOS: tuple[Callable[[Engine], dict[str, object]], ...] = (
     a_running_request_stores_nothing_after_a_reset,
     a_tier_that_fails_at_everything,
     a_folder_that_is_gone,
+    hits_that_are_slower_than_recompute,
     configurations_that_are_refused,
     shutdown_with_everything_hung,
 )

@@ -108,6 +108,18 @@ def test_a_folder_of_chunks_that_is_gone_costs_no_request(hostile: Told) -> None
     assert outcome_of(hostile, "a_folder_that_is_gone")["same"]
 
 
+def test_hits_that_are_slower_than_recompute_are_computed_and_used_again_when_they_are_not(hostile: Told) -> None:
+    outcome = outcome_of(hostile, "hits_that_are_slower_than_recompute")
+    assert outcome["outcomes"] == [
+        {"same": True, "cached": 0, "unused": 8},
+        {"same": True, "cached": 512, "unused": 0},
+    ]
+    measured = outcome["measured"]
+    assert isinstance(measured, dict)
+    assert number(measured["prefill_tokens_per_s"]) > 0
+    assert number(measured["load_interval_s"]["fs"]) > 0
+
+
 def test_a_configuration_that_would_fail_later_is_refused_with_what_to_write(hostile: Told) -> None:
     told = outcome_of(hostile, "configurations_that_are_refused")
     assert 'add "kv_load_failure_policy":"recompute" to --kv-transfer-config' in str(told["policy"])
