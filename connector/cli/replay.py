@@ -224,10 +224,10 @@ def _run(
 def _refuse(context: typer.Context, why: str, *, allowed: set[str]) -> None:
     """Options that were given and are not allowed beside another one."""
     given = []
-    for name in context.params:
-        source = context.get_parameter_source(name)
-        if name not in allowed and source is not None and source.name == "COMMANDLINE":
-            given.append(f"--{name.replace('_', '-')}")
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        if parameter.name not in allowed and source is not None and source.name == "COMMANDLINE":
+            given.append(parameter.opts[0])
     if given:
         raise ConfigError(f"{why}: leave {', '.join(given)} out")
 
@@ -286,7 +286,7 @@ def _row_table(rows: Sequence[RowResult], tier: str) -> Table:
             row.row,
             _latency(row.load),
             _latency(row.load_chunk),
-            f"{row.slowdown_p99:.2f}\n{row.each_slowdown.p99_s:.2f}",
+            f"{_times(row.slowdown_p99)}\n{_times(row.each_slowdown.p99_s)}",
             f"{at.goodput_bytes_per_s / 1e6:.0f} MB/s\n{at.goodput_share:.1%}",
             f"{row.tier_hits}\n{row.failed_hits}",
             ", ".join(f"{reason} {count}" for reason, count in lost.items()) or "-",
@@ -316,6 +316,10 @@ def _latency(latency: Latency) -> str:
     if not latency.count:
         return "-"
     return f"{format_seconds(latency.p50_s)}\n{format_seconds(latency.p99_s)}"
+
+
+def _times(ratio: float) -> str:
+    return "-" if math.isnan(ratio) else f"{ratio:.2f}"
 
 
 def _milli(seconds: float) -> str:
