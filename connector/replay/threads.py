@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Protocol, cast
 
 from kvsluice.connector.lane import IoTask, Lane, LaneState
-from kvsluice.tiers.backpressure import Stall
 
 __all__ = ["FifoLane", "VirtualTask", "VirtualThreads"]
 
@@ -131,6 +131,5 @@ class FifoLane(Lane):
         return bool(self._line) or super().busy
 
     def state(self) -> LaneState:
-        stall: Stall = self._traffic.stall()
-        running = self._loads_on_threads + self._stores_on_threads
-        return LaneState(self._queued_loads, len(self._line) - self._queued_loads, running, stall, 0)
+        queued_stores = len(self._line) - self._queued_loads
+        return replace(super().state(), queued_loads=self._queued_loads, queued_stores=queued_stores)

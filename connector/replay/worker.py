@@ -98,6 +98,7 @@ class ModelledWorker:
                     content.used_bytes,
                     content.capacity_bytes,
                     lane.store_limit,
+                    lane.load_stall,
                 )
             )
         waiting = self._shared.events

@@ -78,7 +78,7 @@ class Bench:
         self.ranks = ranks
         limits = {key: settings.pop(key) for key in ("max_queue_chunks", "max_queue_s") if key in settings}
         self.planner = Planner(
-            [PlannedTier(name, name, Gate(self.gates[name]), **limits) for name in tiers],
+            [PlannedTier(name, name, Gate(self.gates[name], clock=self.clock), **limits) for name in tiers],
             PlannerSettings(
                 blocks_per_chunk=2,
                 num_blocks=64,

@@ -270,6 +270,14 @@ def test_queue_time_is_what_stands_before_at_the_rate_of_the_last_stores():
     assert tier.gate.wait_s(300) == pytest.approx(3.0)
 
 
+def test_the_rate_of_the_last_stores_counts_half_after_two_seconds_without_one():
+    tier = Tier(ALL)
+    for _ in range(50):
+        tier.run(0.08, side_by_side=8)
+    tier.clock.now_s += 4.0
+    assert tier.gate.wait_s(300) == pytest.approx(3.0 / 4)
+
+
 def test_queue_time_grows_while_nothing_comes_home_and_is_back_with_the_first_that_does():
     tier = Tier(ALL)
     for _ in range(50):

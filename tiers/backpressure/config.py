@@ -141,6 +141,7 @@ def build_gate(
         _construct(detector_cls, detector_args, where),
         signals,
         max_fixed_cost_s=max_fixed_cost_s(tier_type, locality),
+        clock=clock,
     )
 
 

@@ -14,7 +14,8 @@ plain connector would feed it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol, runtime_checkable
 
@@ -41,6 +42,8 @@ NETWORK_FIXED_COST_S: Final = 0.030
 DRAIN_ALPHA: Final = 0.15
 """Weight of a new store in the measured rate; the detector's own default."""
 _DRAIN_KEEP: Final = 1 - DRAIN_ALPHA
+DRAIN_HALF_LIFE_S: Final = 2.0
+"""The measured rate counts half after so long without a store; the detector's own default."""
 
 
 def max_fixed_cost_s(tier_type: str, locality: str | None) -> float:
@@ -110,10 +113,13 @@ class Gate:
         detector: made by `build_gate`, or a stranger's.
         signals: what to look at.
         max_fixed_cost_s: the most that is learned as a fixed cost, where that is learned.
+        clock: seconds, monotonic.
     """
 
     __slots__ = (
+        "_clock",
         "_drain_s",
+        "_drained_s",
         "_first_fixed_cost_s",
         "_goodput",
         "_learns",
@@ -134,7 +140,9 @@ class Gate:
         signals: Signals | None = None,
         *,
         max_fixed_cost_s: float = LOCAL_FIXED_COST_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self.detector = detector
         self.signals = Signals() if signals is None else signals
         self.should_store = detector.should_store
@@ -153,6 +161,7 @@ class Gate:
         self.fixed_cost_s = self._first_fixed_cost_s
         """Seconds of each store that are not held against the tier."""
         self._drain_s = 0.0
+        self._drained_s = 0.0
         self._stall_drain_s = 0.0
 
     # What the ranks report.
@@ -169,6 +178,7 @@ class Gate:
         # Spelled out, without a call for each rule: this is paid for every chunk of every tier.
         drain_s = self._drain_s
         self._drain_s = DRAIN_ALPHA * spent.drain_s + _DRAIN_KEEP * drain_s if drain_s else spent.drain_s
+        self._drained_s = self._clock()
         # One came home; whether the others hang is told by the next report.
         self._stall_drain_s = 0.0
         if num_bytes <= 0:
@@ -217,14 +227,16 @@ class Gate:
     def wait_s(self, stores_ahead: int) -> float:
         """How long a store will wait that comes behind `stores_ahead` others, at the rate of the last ones.
 
-        0.0 before the first has come home, and with `queue_time` off.
+        0.0 before the first has come home, and with `queue_time` off. What the last ones took says less the
+        longer ago it was: on a tier that others use as well it may have been their doing.
         """
-        if not self.signals.queue_time:
-            return 0.0
         drain_s = self._drain_s
-        if drain_s and self._stall_drain_s > drain_s:
-            drain_s = self._stall_drain_s
-        return stores_ahead * drain_s
+        if not drain_s or not stores_ahead or not self.signals.queue_time:
+            return 0.0
+        idle_s = self._clock() - self._drained_s
+        if idle_s > 0.0:
+            drain_s *= 0.5 ** (idle_s / DRAIN_HALF_LIFE_S)
+        return stores_ahead * (drain_s if drain_s > self._stall_drain_s else self._stall_drain_s)  # noqa: FURB136
 
     def is_under_pressure(self) -> bool:
         """The detector's word; may bring its state up to date with the clock."""
