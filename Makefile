@@ -12,7 +12,7 @@ ARGS ?=
 ELSEWHERE := $(ROOT)/build/run
 EXAMPLES := $(wildcard examples/*.py)
 
-.PHONY: help demo demo-vllm test test-vllm lint types format bench-scheduling bench-slow-tier bench-copy bench-gate bench-slowed-device clean setup-core setup-vllm
+.PHONY: help demo demo-vllm calibrate replay test test-vllm lint types format bench-scheduling bench-slow-tier bench-copy bench-gate bench-slowed-device clean setup-core setup-vllm
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "make %-18s %s\n", $$1, $$2}'
@@ -22,6 +22,12 @@ demo: setup-core ## an engine's KV cache outlives the engine: hits from host, fs
 
 demo-vllm: setup-vllm ## the same with a real vLLM on the CPU
 	@mkdir -p $(ELSEWHERE) && cd $(ELSEWHERE) && $(VLLM_BIN)/python $(ROOT)/examples/demo_vllm.py $(ARGS)
+
+calibrate: setup-core ## measure a tier: make calibrate ARGS="/mnt/nvme/kv"
+	@$(BIN)/kvsluice calibrate $(ARGS)
+
+replay: setup-core ## gates and queues on modelled devices: make replay ARGS="trace.jsonl.gz --claims"
+	@$(BIN)/kvsluice replay $(ARGS)
 
 test: setup-core ## all tests that need no vLLM
 	@$(BIN)/python -m pytest -m "not vllm" $(ARGS)
