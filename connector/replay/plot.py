@@ -21,7 +21,7 @@ _PANELS: Final[Sequence[tuple[str, bool, Callable[[Series], Sequence[float]]]]] 
 
 
 def plot(rows: Sequence[RowResult], tier: str, path: Path, title: str) -> None:
-    """Write a PNG: load latency, store goodput, EMA and drop rate of one tier, a line per row.
+    """Write a PNG: load latency, store goodput, EMA and drop rate of one tier, a line per row, the last one bold.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
@@ -31,14 +31,21 @@ def plot(rows: Sequence[RowResult], tier: str, path: Path, title: str) -> None:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ConfigError("a plot needs matplotlib: pip install 'kvsluice[plot]'") from error
-    figure = Figure(figsize=(12, 12), layout="constrained")
+    figure = Figure(figsize=(11, 10), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title)
     all_axes = figure.subplots(len(_PANELS), 1, sharex=True)
     for axes, (label, logarithmic, values) in zip(all_axes, _PANELS, strict=True):
         for row in rows:
             series = row.tiers[tier].series
-            axes.plot(series.end_s, values(series), label=row.row, linewidth=1)
+            last = row is rows[-1]
+            axes.plot(
+                series.end_s,
+                values(series),
+                label=row.row,
+                linewidth=2 if last else 1,
+                color="black" if last else None,
+            )
         axes.set_ylabel(label)
         axes.set_yscale("log" if logarithmic else "linear")
         axes.grid(visible=True, alpha=0.3)

@@ -106,7 +106,11 @@ class Sampler:
                 totals.dropped.update(tier.dropped)
                 totals.failed.update(tier.failed)
                 totals.queued_stores += tier.queued_stores
-                if tier.gate is not None and not totals.ema_s >= tier.gate.store_latency_ema_s:
-                    totals.ema_s = tier.gate.store_latency_ema_s
+                if tier.gate is None:
+                    continue
+                # What is in flight counts as the policy counts it.
+                ema_s = max(tier.gate.store_latency_ema_s, tier.gate.detector.get("in_flight_ema", 0.0))
+                if not totals.ema_s >= ema_s:
+                    totals.ema_s = ema_s
         for name, totals in now.items():
             self.looks[name].append(totals)

@@ -417,10 +417,17 @@ def test_a_store_in_flight_counts_as_a_sample_that_is_not_folded_in(clock):
 
 def test_pressure_from_a_store_in_flight_does_not_decay_while_it_is_there(clock):
     detector = make(clock)
+    detector.store_latency_ema = MIDDLE
     detector.on_store_in_flight(1.0, MIB)
     clock.now_s = 1000.0
     assert detector.is_under_pressure()
     assert answers(detector, 5) == [False] * 5
+    detector.on_store_in_flight(0.0, MIB)
+    assert detector.is_under_pressure()
+    assert detector.store_latency_ema == MIDDLE
+    clock.now_s += 2.0
+    detector.is_under_pressure()
+    assert detector.store_latency_ema == pytest.approx(MIDDLE / 2)
 
 
 def test_pressure_from_a_store_in_flight_ends_with_the_report_that_none_is_late(clock):

@@ -265,6 +265,10 @@ class EMABackpressureDetector(BackpressureDetector):
         if not self._under_pressure:
             return False
         now_s = self._clock()
+        if self._would_be > self._high:
+            # Nothing comes in, and yet it is no silence: a store is on its way.
+            self._last_update = now_s
+            return True
         idle_s = now_s - self._last_update
         if idle_s > 0 and self._decay_half_life_s > 0:
             self._ema *= 0.5 ** (idle_s / self._decay_half_life_s)
