@@ -236,7 +236,7 @@ class LoadGate:
         for at, stage in stages.items():
             if stage.times.steepest_s > chunk_s or (lines[at].count and at not in (served_by[0], HOST)):
                 return False
-        return _total_s(lines, served_by) < len(served_by) * chunk_s
+        return max(_times_s(lines, served_by).values()) < len(served_by) * chunk_s
 
     def _probe(
         self,
@@ -273,15 +273,17 @@ class LoadGate:
         if now_s - self._logged_s < LOG_INTERVAL_S:
             return
         self._logged_s = now_s
-        at = served_by[best]
+        times_s = _times_s(self._lines(stages, open_loads), served_by)
+        slowest = max(times_s, key=lambda at: times_s[at])
         _log.warning(
-            "hits of %s are not used where computing is faster: %d chunks behind %d loads take %.3f s to load, "
-            "at %.1f ms from one to the next, and %.3f s to compute, at %.0f tokens/s (margin %g)",
-            stages[at].name,
+            "hits of %s are not used where computing is faster: to load %d chunks takes %.3f s, for %s alone: behind "
+            "%d others, %.1f ms from one to the next; to compute them takes %.3f s, at %.0f tokens/s (margin %g)",
+            stages[served_by[best]].name,
             len(served_by),
-            open_loads.get(at, 0),
-            _total_s(self._lines(stages, open_loads), served_by),
-            (stages[at].times.interval_s or 0.0) * 1e3,
+            times_s[slowest],
+            "the copies into blocks" if slowest == HOST else stages[slowest].name,
+            sum(open_loads.values()) if slowest == HOST else open_loads.get(slowest, 0),
+            (stages[slowest].times.interval_s or 0.0) * 1e3,
             len(served_by) * chunk_s / self._margin,
             self._tokens * self._margin / chunk_s,
             self._margin,
@@ -310,8 +312,8 @@ def _best(lines: Mapping[int, _Line], served_by: Sequence[int], chunk_s: float) 
     return best
 
 
-def _total_s(lines: Mapping[int, _Line], served_by: Sequence[int]) -> float:
-    """How long it takes until the last of all has come."""
+def _times_s(lines: Mapping[int, _Line], served_by: Sequence[int]) -> dict[int, float]:
+    """By stage, how long it takes until all have gone through."""
     counts = Counter(served_by)
     counts[HOST] = len(served_by)
-    return max(line.time_s(line.count + counts[at]) for at, line in lines.items())
+    return {at: line.time_s(line.count + counts[at]) for at, line in lines.items()}

@@ -6,7 +6,6 @@ Both are learned from what happened, and both forget: what happened last counts 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
@@ -15,7 +14,12 @@ from kvsluice.tiers.backpressure import Spent
 __all__ = ["HALF_LIFE_S", "LoadTimes", "PrefillRate"]
 
 ALPHA: Final = 0.2
-"""Weight of a new load. One hiccup of ten times the usual, alone, leaves an estimate below three times the usual."""
+"""Weight of a new load."""
+WARM_UP_LOADS: Final = 10
+"""Of the first ones the quickest counts: connections come up, kernels are compiled. The store gate's own number."""
+MOST_RISE: Final = 4.0
+"""What one load, or very few, took longer than so many times the usual counts as that: a hiccup must not cost all hits
+for seconds, and what lasts is believed a load or two later."""
 HALF_LIFE_S: Final = 2.0
 """What is known of a tier counts half after so long without a load; the store gate's own half-life."""
 HALF_LIFE_TOKENS: Final = 16_384
@@ -24,6 +28,8 @@ LARGE_STEP_TOKENS: Final = 2048
 """From so many tokens on, what a step takes beside them hardly shows: each token counts alike."""
 _MANY: Final = 4
 """Loads that are taken together without a quiet moment, in widths: what starts and ends in between hardly shows."""
+_SEVERAL: Final = 4
+"""Loads that came together of which one may be an exception."""
 _FEW: Final = 8
 """One load in so many may be lost without a word about how long it would have taken."""
 _NOTHING: Final = Spent.alone(0.0)
@@ -64,25 +70,48 @@ class PrefillRate:
         return self._sum_s / self._sum_tokens if self._sum_tokens else None
 
 
-@dataclass(slots=True)
 class _Sums:
-    """Of loads that came together."""
+    """Of loads that came together. Of several the longest counts as the second: one may have hung in the network."""
 
-    count: int = 0
-    drain_s: float = 0.0
-    elapsed_s: float = 0.0
-    lost: int = 0
-    """Loads among them that did not come: what they took of the time is not in the sums."""
+    __slots__ = ("_drain_s", "_elapsed_s", "_longest", "_second", "count", "lost")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.lost = 0
+        """Loads among them that did not come: what they took of the time is not in the sums."""
+        self._drain_s = 0.0
+        self._elapsed_s = 0.0
+        self._longest = self._second = (0.0, 0.0)
 
     def add(self, drain_s: float, elapsed_s: float) -> None:
         self.count += 1
-        self.drain_s += drain_s
-        self.elapsed_s += elapsed_s
+        # The longest stands beside the sums, so that leaving it out is no difference of large numbers.
+        if drain_s > self._longest[0]:
+            self._longest, self._second = (drain_s, elapsed_s), self._longest
+            drain_s, elapsed_s = self._second
+        elif drain_s > self._second[0]:
+            self._second = (drain_s, elapsed_s)
+        self._drain_s += drain_s
+        self._elapsed_s += elapsed_s
+
+    @property
+    def several(self) -> bool:
+        return self.count >= _SEVERAL
+
+    @property
+    def interval_s(self) -> float:
+        """From one to the next."""
+        return (self._drain_s + self._last[0]) / self.count
 
     @property
     def company(self) -> float:
         """How many ran at once, on the average over the time in which any did."""
-        return self.elapsed_s / self.drain_s
+        drain_s, elapsed_s = self._last
+        return (self._elapsed_s + elapsed_s) / (self._drain_s + drain_s)
+
+    @property
+    def _last(self) -> tuple[float, float]:
+        return self._second if self.several else self._longest
 
 
 class LoadTimes:
@@ -119,6 +148,8 @@ class LoadTimes:
         self._seen = [False] * len(self._elapsed_s)
         """Whether it was measured, or only bounded by the others."""
         self._measured_s: float | None = None
+        self._loads = 0
+        self._late = False
         self._sums = _Sums()
         self._stall = _NOTHING
         self._stalled_s = 0.0
@@ -167,6 +198,7 @@ class LoadTimes:
         least_s = waited_s / place * company
         if least_s > self._elapsed_s[at]:
             self._set(at, least_s)
+        self._late = True
         self._measured_s = now_s
 
     def on_stall(self, stall: Spent, now_s: float) -> None:
@@ -185,10 +217,11 @@ class LoadTimes:
 
     @property
     def known(self) -> bool:
-        """Whether anything is known at all."""
+        """Whether enough is known to decide by."""
         return (
             self._fixed_interval_s is not None
-            or self._measured_s is not None
+            or self._loads >= WARM_UP_LOADS
+            or self._late
             or self._sums.count >= self._enough
             or self._stall.drain_s > 0
         )
@@ -215,15 +248,15 @@ class LoadTimes:
 
     @property
     def interval_s(self) -> float | None:
-        """Seconds from one load to the next where many are wanted; None where nothing is known."""
-        return self.table()[-1] / self.width if self.known else None
+        """Seconds from one load to the next where many are wanted; None where nothing was measured."""
+        return self.table()[-1] / self.width if self.known or self._measured_s is not None else None
 
     # ---- the rest ----------------------------------------------------------------------------
 
     @property
     def _enough(self) -> int:
         """Loads whose sums say something before all of them have come."""
-        return min(4, self.width)
+        return _SEVERAL if self._loads >= WARM_UP_LOADS else WARM_UP_LOADS
 
     def _learn(self, now_s: float) -> None:
         """Take in the loads that came together."""
@@ -231,7 +264,7 @@ class LoadTimes:
         if not sums.count:
             return
         company, at = self._company(sums.company)
-        sample_s = sums.drain_s / sums.count * company
+        sample_s = sums.interval_s * company
         known_s = self._elapsed_s[at]
         if sums.lost * _FEW > sums.count and sample_s < known_s:
             # They took at least this much, so nothing better is known than before.
@@ -239,9 +272,14 @@ class LoadTimes:
         kept = math.pow(1 - ALPHA, sums.count)
         if not self._seen[at] or self._measured_s is None:
             kept = 0.0
+        elif self._loads < WARM_UP_LOADS:
+            kept = 1.0 if sample_s > known_s else 0.0
         elif sample_s < known_s:
             # What is known has lost weight while nothing was loaded: good loads after a bad time count much.
             kept *= self._kept(now_s - self._measured_s)
+        elif not sums.several:
+            sample_s = min(sample_s, MOST_RISE * known_s)
+        self._loads += sums.count
         self._set(at, sample_s + kept * (known_s - sample_s))
         self._seen[at] = True
         self._measured_s = now_s
@@ -275,7 +313,7 @@ class LoadTimes:
         # As many others will take this much at the least: those that came before all have tell of the
         # quicker ones, and those under way have taken so much already.
         if self._sums.count >= self._enough:
-            time_s = max(time_s, self._sums.drain_s / self._sums.count * min(count, self._sums.company))
+            time_s = max(time_s, self._sums.interval_s * min(count, self._sums.company))
         if self._stall.drain_s > 0:
             time_s = max(time_s, self._stall.drain_s * min(count, self._stall.elapsed_s / self._stall.drain_s))
         return time_s

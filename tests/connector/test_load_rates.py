@@ -96,14 +96,33 @@ def test_a_width_that_is_no_power_of_two_ends_between_two():
     assert table[4] <= table[5] <= table[6] <= 0.3
 
 
-def test_a_hiccup_of_ten_times_the_usual_does_not_triple_the_estimate():
-    times = taught(1, *[(0.010, 1)] * 5, (0.100, 1))
-    assert 0.010 < times.table()[1] < 0.030
+def test_a_hiccup_of_ten_times_the_usual_does_not_double_the_estimate():
+    times = taught(1, *[(0.010, 1)] * 10, (0.100, 1))
+    assert 0.010 < times.table()[1] < 0.020
 
 
 def test_a_lasting_slowdown_is_believed_within_a_dozen_loads():
-    times = taught(1, *[(0.010, 1)] * 5, *[(0.100, 1)] * 12)
-    assert times.table()[1] > 0.090
+    times = taught(1, *[(0.010, 1)] * 10, *[(0.100, 1)] * 12)
+    assert times.table()[1] > 0.080
+
+
+def test_of_the_first_loads_the_quickest_counts():
+    times = taught(1, (2.0, 1), (0.010, 1), (1.0, 1), *[(0.020, 1)] * 6)
+    assert not times.known
+    assert times.table()[1] == pytest.approx(0.010)
+    taught(1, (0.020, 1), times=times)
+    assert times.known
+    taught(1, *[(0.020, 1)] * 20, times=times)
+    assert times.table()[1] == pytest.approx(0.020, rel=0.05)
+
+
+def test_a_hiccup_among_loads_that_come_together_counts_as_little_more_than_the_usual():
+    times = taught(8, *[(0.050, 8)] * 20)
+    for elapsed_s in [0.050] * 7:
+        times.on_loaded(elapsed_s / 8, elapsed_s, 0.0)
+    times.on_loaded(3.0, 3.0, 0.0)
+    times.on_quiet(0.0)
+    assert times.interval_s < 4 * 0.050 / 8
 
 
 def test_what_is_known_counts_half_after_each_half_life():
@@ -117,7 +136,7 @@ def test_one_good_load_after_a_bad_time_outweighs_it_and_one_bad_load_after_a_go
     assert recovered.table()[1] < 0.07
     hiccup = taught(1, *[(0.010, 1)] * 20)
     taught(1, (1.0, 1), times=hiccup, now_s=4 * HALF_LIFE_S)
-    assert hiccup.table()[1] < 0.22
+    assert hiccup.table()[1] < 0.020
 
 
 def test_a_good_load_in_little_company_lifts_the_blame_from_more_company():
@@ -196,7 +215,7 @@ def test_a_fixed_interval_is_not_moved_by_what_happens():
     assert times.kept(100.0) == 1.0
 
 
-_SECONDS = st.floats(1e-6, 1e3)
+_SECONDS = st.floats(1e-9, 1e9)
 _HAPPENS = st.lists(
     st.tuples(
         st.sampled_from(["opened", "loaded", "loaded", "late", "stall", "quiet"]),
