@@ -240,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
     console.print(request_table(cold, hits))
     console.print(tier_table({"first": cold, "second": hits}))
-    console.print(load_gate_line(hits.stats), highlight=False)
+    console.print(load_gate_line(hits.stats), highlight=False, soft_wrap=True)
     console.print(f"engine start: {cold.start_s:.0f} s and {hits.start_s:.0f} s, each a process of its own")
     return 0 if judge(console, cold, hits) else 1
 
