@@ -82,14 +82,14 @@ class TierAccount:
             reason = reasons.RESET
         elif self.stores_open >= self.plan.max_queue_chunks:
             reason = reasons.QUEUE_FULL
-        elif self.gate is not None and self.gate.wait_s(self.stores_open) > self.plan.max_queue_s:
-            reason = reasons.QUEUE_SLOW
-        elif self.gate is not None and not self.gate.should_store(num_blocks):
-            self.gate_drops += 1
-            reason = reasons.GATE
         else:
-            self.stores_open += 1
-            return None
+            gate = self.gate
+            refusal = None if gate is None else gate.refusal(num_blocks, self.stores_open, self.plan.max_queue_s)
+            if refusal is None:
+                self.stores_open += 1
+                return None
+            self.gate_drops += refusal == reasons.GATE
+            reason = refusal
         self.dropped[reason] += 1
         return reason
 
@@ -109,9 +109,19 @@ class TierAccount:
         self.dropped[reason] += 1
 
     def wrote(
-        self, reason: str | None, num_bytes: int, spent: Spent, *, queue_s: float = 0.0, started: bool = True
+        self,
+        reason: str | None,
+        num_bytes: int,
+        spent: Spent,
+        *,
+        queue_s: float = 0.0,
+        started: bool = True,
+        first: bool = True,
     ) -> None:
-        """Count one rank's write, or one that was shed before it started, and tell the gate what it teaches."""
+        """Count one rank's write, or one that was shed before it started, and tell the gate what it teaches.
+
+        `first` is False where another rank's part of the chunk has failed already: one store failed, not two.
+        """
         if reason is None:
             if num_bytes > 0:
                 self.chunks_stored += 1
@@ -121,7 +131,7 @@ class TierAccount:
             self.teach(num_bytes, spent, queue_s)
         elif started and reason in FAULTS:
             self.failed[reason] += 1
-            if self.gate is not None:
+            if self.gate is not None and first:
                 self.gate.on_store_failed()
         else:
             self.dropped[reason] += 1
@@ -144,7 +154,10 @@ class TierAccount:
         if self.gate is not None:
             measured = dict(self.gate.stats)
             gate = GateStats(
-                under_pressure=self.gate.is_under_pressure(),
+                # A query: only a stranger's detector that does not tell is asked as before a store.
+                under_pressure=(
+                    bool(measured["under_pressure"]) if "under_pressure" in measured else self.gate.is_under_pressure()
+                ),
                 store_latency_ema_s=measured.get("store_latency_ema", 0.0),
                 dropped_stores=self.gate_drops,
                 detector=measured,

@@ -14,14 +14,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Protocol
 
-from kvsluice.tiers.backpressure import Operation, Spent, Stall, StoreLimit, Traffic
+from kvsluice.tiers.backpressure import LOST_S, Operation, Spent, Stall, StoreLimit, Traffic
 
-__all__ = ["STUCK_S", "IoTask", "Lane", "LaneState"]
-
-STUCK_S: Final = 5.0
-"""A store under way for longer no longer counts against the limit: one lost request must not hold up all others."""
+__all__ = ["IoTask", "Lane", "LaneState"]
 
 
 class IoTask(Protocol):
@@ -117,7 +114,7 @@ class Lane:
     @property
     def may_be_stuck(self) -> bool:
         """Whether a writer that was sent away should ask again although nothing has ended. Never blocks."""
-        return self._held_back > 0 and self._traffic.stall().oldest_s > STUCK_S
+        return self._held_back > 0 and self._traffic.stall().oldest_s > LOST_S
 
     @property
     def busy(self) -> bool:
@@ -166,11 +163,6 @@ class Lane:
                 self._loads_on_threads -= 1
             return self._freed()
 
-    def freed(self) -> int:
-        """As `release` says, after loads were shed."""
-        with self._lock:
-            return self._freed()
-
     def begin(self, *, is_store: bool) -> Operation:
         """The tier's own I/O starts."""
         return self._traffic.start(is_store=is_store)
@@ -186,20 +178,22 @@ class Lane:
                     self._limit.on_load_ended(spent)
         return spent
 
+    def _room(self, limit: StoreLimit) -> int:
+        """Stores that may start now. The lock is held."""
+        # What is stuck holds its thread and nobody else: one lost request must not hold up all others.
+        loads = bool(self._loads) or self._loads_on_threads > self._traffic.stuck(stores=False)
+        return limit.allowed(loads=loads) - self._stores_on_threads + self._traffic.stuck(stores=True)
+
     def _full(self) -> bool:
-        # The lock is held, and no load waits: only those on threads count.
         limit = self._limit
         if limit is None or self._stores_on_threads < limit.allowed(loads=self._loads_on_threads > 0):
             return False
-        stuck = self._traffic.stuck_stores(STUCK_S)
-        return self._stores_on_threads - stuck >= limit.allowed(loads=self._loads_on_threads > 0)
+        return self._room(limit) <= 0
 
     def _freed(self) -> int:
         if not self._held_back or self._limit is None:
             return 0
-        loads = bool(self._loads or self._loads_on_threads)
-        room = self._limit.allowed(loads=loads) - self._stores_on_threads
-        freed = max(0, min(self._held_back, room))
+        freed = max(0, min(self._held_back, self._room(self._limit)))
         self._held_back -= freed
         return freed
 

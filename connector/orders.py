@@ -10,9 +10,9 @@ was given ends with exactly one `Ended`: from then on the worker does not touch 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
-from kvsluice.tiers.backpressure import Spent, Stall
+from kvsluice.tiers.backpressure import NOTHING, Spent, Stall
 
 __all__ = [
     "CancelOrder",
@@ -35,7 +35,6 @@ __all__ = [
 ]
 
 
-_NOTHING: Final = Spent.alone(0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +199,7 @@ class TierState:
     capacity_bytes: int | None
     store_limit: int = 0
     """Stores that may run at once at this moment; 0 for as many as there are writers."""
-    load_stall: Spent = _NOTHING
+    load_stall: Spent = NOTHING
     """What the load that is next to end has taken so far, since the last one ended or the oldest began."""
 
 

@@ -218,7 +218,14 @@ class Planner:
         """A tier's write, be it a store's or of what a load brought up."""
         account = self._books.tiers[event.tier]
         job = state.job
-        account.wrote(event.reason, event.num_bytes, event.spent, queue_s=event.queue_s, started=event.started)
+        account.wrote(
+            event.reason,
+            event.num_bytes,
+            event.spent,
+            queue_s=event.queue_s,
+            started=event.started,
+            first=event.tier not in state.tier_reasons,
+        )
         job.moved_bytes += event.num_bytes if job.kind == "store" else 0
         job.queue_s += event.queue_s
         job.tier_s += event.spent.elapsed_s

@@ -23,7 +23,7 @@ from kvsluice.connector.orders import Copied, Ended, Loaded, LoadPart, Passed, S
 from kvsluice.connector.region import PinnedRegion
 from kvsluice.kernels import CopyPlan
 from kvsluice.tiers import reasons
-from kvsluice.tiers.backpressure import Spent
+from kvsluice.tiers.backpressure import NOTHING, Spent
 from kvsluice.tiers.base import Tier
 from kvsluice.tiers.chunk_file import ChunkFormat, stored_key
 from kvsluice.tiers.errors import ChunkDamagedError, TierError
@@ -31,8 +31,6 @@ from kvsluice.tiers.errors import ChunkDamagedError, TierError
 __all__ = ["LoadTransfer", "Shared", "StoreTransfer"]
 
 _log = logging.getLogger(__name__)
-
-_NOTHING = Spent.alone(0.0)
 
 
 class Shared:
@@ -135,10 +133,10 @@ class _WriteTask:
         self._done(reason, num_bytes, start_s - self.put_s, spent)
 
     def shed(self, reason: str) -> None:
-        self._done(reason, 0, self.transfer.shared.clock() - self.put_s, _NOTHING, started=False)
+        self._done(reason, 0, self.transfer.shared.clock() - self.put_s, NOTHING, started=False)
 
     def crashed(self, error: Exception) -> None:
-        self._done(reasons.INTERNAL, 0, 0.0, _NOTHING)
+        self._done(reasons.INTERNAL, 0, 0.0, NOTHING)
 
     def _done(self, reason: str | None, num_bytes: int, queue_s: float, spent: Spent, *, started: bool = True) -> None:
         transfer = self.transfer

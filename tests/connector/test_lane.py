@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from doubles import Clock
 
-from kvsluice.connector.lane import STUCK_S, Lane
-from kvsluice.tiers.backpressure import Spent, Stall, StoreLimit
+from kvsluice.connector.lane import Lane
+from kvsluice.tiers.backpressure import LOST_S, Spent, Stall, StoreLimit
 
 
 class Task:
@@ -114,7 +114,7 @@ def test_a_store_that_is_stuck_counts_no_more(lane, clock):
     lane.begin(is_store=True)
     assert not lane.may_be_stuck
     assert lane.take(is_writer=True) is None
-    clock.advance(STUCK_S + 0.1)
+    clock.advance(LOST_S + 0.1)
     assert lane.may_be_stuck
     assert names(lane.take(is_writer=True), lane.take(is_writer=True)) == ["2", "3"]
     lane.begin(is_store=True)
@@ -125,9 +125,9 @@ def test_a_store_that_is_stuck_counts_no_more(lane, clock):
 def test_what_begins_and_ends_is_charged_its_share(lane, clock):
     first, second = lane.begin(is_store=True), lane.begin(is_store=True)
     clock.advance(2.0)
-    assert lane.state().stall == Stall(2.0, 1.0, 1.0)
+    assert lane.state().stall == Stall(2.0, 2.0, 1.0, 1.0)
     assert lane.finish(first, whole_chunk=True) == Spent(2.0, 1.0, 1.0)
-    assert lane.state().stall == Stall(2.0, 0.0, 0.0)
+    assert lane.state().stall == Stall(2.0, 0.0, 0.0, 0.0)
     lane.finish(second, whole_chunk=False)
     assert lane.state().stall == Stall()
 
@@ -167,3 +167,28 @@ def test_behind_a_store_that_waited_too_long_its_whole_job_goes_and_no_other(clo
     clock.advance(3.0)
     lane.shed_stores("late", older_than_s=1.5)
     assert [task.shed_as for task in tasks] == ["late", "late", None, None]
+
+
+def test_a_load_that_is_stuck_counts_no_more_and_stores_run_as_if_none_were_there(lane, clock):
+    lane.put_load(Task("stuck"))
+    lane.take(is_writer=False)
+    lane.begin(is_store=False)
+    for number in range(4):
+        lane.put_store(Task(f"{number}"))
+    assert names(lane.take(is_writer=True), lane.take(is_writer=True)) == ["0", None]
+    clock.advance(LOST_S + 0.1)
+    assert names(lane.take(is_writer=True)) == ["1"]
+
+
+def test_writers_that_were_sent_away_are_called_back_beside_a_store_that_is_stuck(lane, clock):
+    for number in range(6):
+        lane.put_store(Task(f"{number}"))
+    for _ in range(4):
+        lane.take(is_writer=True)
+    stuck = lane.begin(is_store=True)
+    other = lane.begin(is_store=True)
+    clock.advance(LOST_S + 0.1)
+    lane.finish(other, whole_chunk=True)
+    assert lane.release(is_store=True) == 2
+    assert names(lane.take(is_writer=True), lane.take(is_writer=True)) == ["2", "3"]
+    lane.finish(stuck, whole_chunk=True)

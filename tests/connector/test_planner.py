@@ -346,7 +346,7 @@ def test_a_stall_that_a_rank_reports_counts_in_the_expected_wait_until_one_comes
     bench = Bench("fs", slots=8, max_queue_s=1.0, max_queue_chunks=100)
     bench.hold(KEYS[0])
     bench.planner.store(KEYS[1:3], blocks_of(0, 1))
-    bench.report(states=(TierState(0, 0, 0, 2, Stall(6.0, 3.0, 3.0), None, None),))
+    bench.report(states=(TierState(0, 0, 0, 2, Stall(4.0, 4.0, 3.0, 3.0), None, None),))
     bench.planner.store(KEYS[3:4], blocks_of(3))
     assert bench.planner.stats().tiers["fs"].dropped == {reasons.QUEUE_SLOW: 1}
     bench.report(states=(TierState(0, 0, 0, 2, Stall(), None, None),))
@@ -358,7 +358,7 @@ def test_a_stall_that_a_rank_reports_counts_in_the_expected_wait_until_one_comes
 
 def test_the_rank_whose_stores_stall_longest_speaks_for_its_tier():
     bench = Bench("fs", ranks=2)
-    bench.report(rank=0, states=(TierState(0, 0, 0, 1, Stall(9.0, 9.0, 9.0), None, None),))
+    bench.report(rank=0, states=(TierState(0, 0, 0, 1, Stall(9.0, 9.0, 9.0, 9.0), None, None),))
     bench.report(rank=1, states=(TierState(0, 0, 0, 1, Stall(), None, None),))
     bench.report(rank=0, states=(TierState(0, 0, 0, 1, Stall(), None, None),))
     assert bench.gates["fs"].in_flight == [9.0, 9.0, 0.0]
@@ -807,8 +807,8 @@ def test_counts_add_up_every_chunk_is_done_or_has_a_reason():
 
 def test_the_state_that_ranks_report_is_shown_as_the_worst_of_them():
     bench = Bench("fs", ranks=2)
-    bench.report(rank=0, states=(TierState(0, 1, 2, 3, Stall(4.0, 1.0, 1.0), 100, 1000, 2),))
-    bench.report(rank=1, states=(TierState(0, 10, 20, 30, Stall(40.0, 10.0, 10.0), 100, 1000, 3),))
+    bench.report(rank=0, states=(TierState(0, 1, 2, 3, Stall(4.0, 4.0, 1.0, 1.0), 100, 1000, 2),))
+    bench.report(rank=1, states=(TierState(0, 10, 20, 30, Stall(40.0, 40.0, 10.0, 10.0), 100, 1000, 3),))
     stats = bench.planner.stats().tiers["fs"]
     assert (stats.queued_loads, stats.queued_stores, stats.running) == (11, 22, 33)
     assert (stats.oldest_store_s, stats.used_bytes, stats.capacity_bytes) == (40.0, 100, 1000)
@@ -853,3 +853,11 @@ def test_a_store_after_a_cancelled_one_of_its_key_does_not_share_its_fate():
     bench.finish_store(orders[1])
     failed = {result.job_id: dict(result.failed) for result in bench.planner.take_results()}
     assert failed == {first: {KEYS[0]: reasons.CANCELLED}, second: {}}
+
+
+def test_a_store_that_fails_on_several_ranks_is_one_failure_to_the_gate():
+    bench = Bench("fs", ranks=3)
+    bench.planner.store(KEYS[:1], [0, 1])
+    bench.finish_store(one(bench.orders()), reasons.IO_ERROR)
+    assert bench.gates["fs"].failures == 1
+    assert bench.planner.stats().tiers["fs"].failed == {reasons.IO_ERROR: 3}

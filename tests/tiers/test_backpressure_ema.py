@@ -142,7 +142,20 @@ def test_is_healthy_is_a_query_that_changes_nothing(clock):
     before = detector.stats
     assert not detector.is_healthy()
     assert detector.stats == before
-    assert before["under_pressure"] == 1.0
+    assert before["store_latency_ema"] == SLOW
+
+
+def test_stats_say_what_a_question_would_answer_and_change_nothing(clock):
+    detector = make(clock, cooldown_s=10.0)
+    complete(detector, SLOW)
+    assert detector.stats["under_pressure"] == 1.0
+    clock.now_s = 100.0
+    assert [detector.stats["under_pressure"] for _ in range(3)] == [0.0] * 3
+    # The cooldown starts with the first question, not with a look at the statistics.
+    clock.now_s = 105.0
+    assert not detector.is_under_pressure()
+    clock.now_s = 114.0
+    assert answers(detector, 4) == [True, False, True, False]
 
 
 def test_warm_up_samples_are_no_healthy_streak(clock):

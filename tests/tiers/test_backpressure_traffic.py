@@ -7,7 +7,7 @@ from gates import Clock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsluice.tiers.backpressure import Spent, Stall, Traffic
+from kvsluice.tiers.backpressure import LOST_S, NOTHING, Spent, Stall, Traffic
 
 
 @pytest.fixture
@@ -70,7 +70,8 @@ def test_shares_add_up_to_the_time_in_which_anything_ran(history):
         share["all"] += spent.share_s
         share[is_store] += spent.drain_s
 
-    for what, passed_s, which in history:
+    for what, hundredths, which in history:
+        passed_s = hundredths / 100
         clock.now_s += passed_s
         busy["all"] += passed_s if live else 0
         for kind in (True, False):
@@ -96,31 +97,76 @@ def test_a_stall_is_as_old_as_the_oldest_store_and_its_share_is_of_all_that_runs
     clock.now_s = 2.0
     traffic.start(is_store=True)
     traffic.start(is_store=False)
-    clock.now_s = 8.0
-    assert traffic.stall() == Stall(8.0, 2.0 + 6.0 / 3, 2.0 + 6.0 / 2)
+    clock.now_s = 4.0
+    assert traffic.stall() == Stall(4.0, 4.0, 2.0 + 2.0 / 3, 2.0 + 2.0 / 2)
 
 
-def test_a_store_that_comes_home_says_that_the_others_are_not_stuck(traffic, clock):
+def test_a_store_that_comes_home_says_that_older_ones_are_no_sign_of_a_stall(traffic, clock):
     traffic.start(is_store=True)
     other = traffic.start(is_store=True)
-    clock.now_s = 10.0
+    clock.now_s = 4.0
     traffic.finish(other)
-    assert traffic.stall() == Stall(10.0, 0.0, 0.0)
-    clock.now_s = 12.0
-    assert traffic.stall() == Stall(12.0, 2.0, 2.0)
+    clock.now_s = 60.0
+    assert traffic.stall() == Stall(60.0)
+
+
+def test_a_store_that_comes_home_before_younger_ones_says_that_they_have_just_been_served(traffic, clock):
+    first = traffic.start(is_store=True)
+    traffic.start(is_store=True)
+    clock.now_s = 4.0
+    traffic.finish(first)
+    assert traffic.stall() == Stall(4.0, 0.0, 0.0, 0.0)
+    clock.now_s = 6.0
+    assert traffic.stall() == Stall(6.0, 2.0, 2.0, 2.0)
 
 
 def test_a_load_that_comes_home_says_nothing_of_the_stores(traffic, clock):
     traffic.start(is_store=True)
     load = traffic.start(is_store=False)
-    clock.now_s = 10.0
+    clock.now_s = 4.0
     traffic.finish(load)
-    assert traffic.stall() == Stall(10.0, 5.0, 10.0)
+    assert traffic.stall() == Stall(4.0, 4.0, 2.0, 4.0)
 
 
-def test_stores_older_than_a_limit_are_counted_as_stuck(traffic, clock):
+def test_what_is_under_way_for_long_is_counted_as_stuck(traffic, clock):
     traffic.start(is_store=True)
-    clock.now_s = 3.0
+    traffic.start(is_store=False)
+    clock.now_s = LOST_S - 1
     traffic.start(is_store=True)
-    clock.now_s = 6.0
-    assert [traffic.stuck_stores(age_s) for age_s in (1.0, 5.0, 6.5)] == [2, 1, 0]
+    assert (traffic.stuck(stores=True), traffic.stuck(stores=False)) == (0, 0)
+    clock.now_s = LOST_S + 1
+    assert (traffic.stuck(stores=True), traffic.stuck(stores=False)) == (1, 1)
+    traffic.start(is_store=True)
+    assert (traffic.stuck(stores=True), traffic.stuck(stores=False)) == (1, 1)
+
+
+def test_a_store_that_is_lost_shares_the_time_of_the_others_no_more(traffic, clock):
+    lost = traffic.start(is_store=True)
+    traffic.finish(traffic.start(is_store=True))
+    clock.now_s = LOST_S + 1
+    other = traffic.start(is_store=True)
+    clock.now_s += 2.0
+    assert traffic.finish(other) == Spent.alone(2.0)
+    spent = traffic.finish(lost)
+    assert spent.elapsed_s == LOST_S + 3
+    assert spent.share_s <= LOST_S + 1
+
+
+def test_loads_that_are_lost_do_not_make_a_slow_store_look_shared(traffic, clock):
+    for _ in range(8):
+        traffic.start(is_store=False)
+    clock.now_s = LOST_S + 1
+    store = traffic.start(is_store=True)
+    clock.now_s += 2.0
+    assert traffic.finish(store) == Spent.alone(2.0)
+
+
+def test_loads_that_are_lost_still_stall_until_a_later_one_ends(traffic, clock):
+    traffic.start(is_store=False)
+    traffic.start(is_store=False)
+    clock.now_s = 60.0
+    traffic.finish(traffic.start(is_store=True))
+    assert traffic.load_stall() == Spent(60.0, 30.0, 30.0)
+    traffic.finish(traffic.start(is_store=False))
+    clock.now_s = 70.0
+    assert traffic.load_stall() == NOTHING

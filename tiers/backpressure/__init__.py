@@ -12,10 +12,12 @@ from kvsluice.tiers.backpressure.ema import EMABackpressureDetector
 from kvsluice.tiers.backpressure.gate import PLAIN, Gate, Signals, SupportsLowMark
 from kvsluice.tiers.backpressure.limit import StoreLimit
 from kvsluice.tiers.backpressure.policies import DropAccountingPolicy, DropStorePolicy, ThrottledDropPolicy
-from kvsluice.tiers.backpressure.traffic import Operation, Spent, Stall, Traffic
+from kvsluice.tiers.backpressure.traffic import LOST_S, NOTHING, Operation, Spent, Stall, Traffic
 
 __all__ = [
     "INHERIT",
+    "LOST_S",
+    "NOTHING",
     "PLAIN",
     "BackpressureDetector",
     "BackpressurePolicy",

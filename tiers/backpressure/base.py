@@ -13,7 +13,19 @@ import time
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-__all__ = ["BackpressureDetector", "BackpressurePolicy", "SupportsSeverity", "default_policy_class", "is_network"]
+__all__ = [
+    "BackpressureDetector",
+    "BackpressurePolicy",
+    "SupportsSeverity",
+    "default_policy_class",
+    "is_network",
+    "monotonic_s",
+]
+
+
+def monotonic_s() -> float:
+    """`time.monotonic()`, looked up at each call: who replaces it for a test is heard."""
+    return time.monotonic()
 
 
 @runtime_checkable
@@ -34,8 +46,6 @@ class SupportsSeverity(Protocol):
 
 class BackpressurePolicy(abc.ABC):
     """What to do about pressure. One policy serves one detector, on that detector's thread."""
-
-    __slots__ = ()
 
     def check_detector(self, detector: BackpressureDetector) -> None:  # noqa: B027 - most policies take any detector
         """Called once, where the two are put together: a policy that needs more than yes or no refuses here.
@@ -73,9 +83,7 @@ class BackpressureDetector(abc.ABC):
         ConfigError: the policy needs severity and this detector has none.
     """
 
-    __slots__ = ("_clock", "_policy")
-
-    def __init__(self, policy: BackpressurePolicy | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, policy: BackpressurePolicy | None = None, clock: Callable[[], float] = monotonic_s) -> None:
         self._clock = clock
         self._policy = default_policy_class(type(self))() if policy is None else policy
         self._policy.check_detector(self)

@@ -11,11 +11,10 @@ would be if it ended now counts as the EMA does, from the high mark on, until it
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from typing import ClassVar, Final
 
-from kvsluice.tiers.backpressure.base import BackpressureDetector, BackpressurePolicy, is_network
+from kvsluice.tiers.backpressure.base import BackpressureDetector, BackpressurePolicy, is_network, monotonic_s
 from kvsluice.tiers.errors import ConfigError
 
 __all__ = ["EMABackpressureDetector"]
@@ -106,7 +105,7 @@ class EMABackpressureDetector(BackpressureDetector):
         cooldown_s: float = DEFAULT_COOLDOWN_S,
         failure_threshold: int | None = None,
         policy: BackpressurePolicy | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = monotonic_s,
     ) -> None:
         super().__init__(policy=policy, clock=clock)
         self._high = _number("high_water_s", high_water_s, finite=True)
@@ -278,6 +277,14 @@ class EMABackpressureDetector(BackpressureDetector):
             return False
         return True
 
+    def _is_over(self) -> bool:
+        """Whether `is_under_pressure()` would end the pressure now; changes nothing."""
+        if self._would_be > self._low:
+            return False
+        idle_s = self._clock() - self._last_update
+        decays = idle_s > 0 and self._decay_half_life_s > 0
+        return self._ema * (0.5 ** (idle_s / self._decay_half_life_s) if decays else 1.0) < self._low
+
     def is_healthy(self) -> bool:
         """Whether stores are admitted at once: no pressure, and the last completions were all below the low mark."""
         return self._healthy_streak >= self.HEALTHY_COMPLETIONS and not self._under_pressure
@@ -341,14 +348,14 @@ class EMABackpressureDetector(BackpressureDetector):
     def stats(self) -> dict[str, float]:
         """`store_latency_ema` (s/MiB), and as numbers the state behind it; reading changes nothing.
 
-        `under_pressure` is 1.0 or 0.0 as of the last question, `in_flight_ema` what the EMA would be if the
+        `under_pressure` is 1.0 or 0.0, idle decay included; `in_flight_ema` what the EMA would be if the
         oldest store under way ended now. `completions` counts samples since
         construction or `reset()`, the two streaks count completions below the low mark and failures
         in a row, `ignored_samples` the completions whose elapsed time was none.
         """
         return {
             "store_latency_ema": self._ema,
-            "under_pressure": float(self._under_pressure),
+            "under_pressure": float(self._under_pressure and not self._is_over()),
             "in_flight_ema": self._would_be,
             "completions": float(self._completions),
             "healthy_streak": float(self._healthy_streak),

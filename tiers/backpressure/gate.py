@@ -19,8 +19,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol, runtime_checkable
 
+from kvsluice.tiers import reasons
 from kvsluice.tiers.backpressure.base import BackpressureDetector, is_network
-from kvsluice.tiers.backpressure.traffic import Spent, Stall
+from kvsluice.tiers.backpressure.traffic import LOST_S, Spent, Stall
 from kvsluice.tiers.errors import ConfigError
 
 __all__ = [
@@ -39,8 +40,14 @@ LOCAL_FIXED_COST_S: Final = 0.0005
 """The most that is taken for a fixed cost on a local tier: a system call, a seek on flash. A guess."""
 NETWORK_FIXED_COST_S: Final = 0.030
 """The same over a network: a small PUT to a distant object store takes 10 to 30 ms. A guess."""
+FIXED_COST_FALL: Final = 0.3
+FIXED_COST_RISE: Final = 1 / 64
+"""A learned cost follows the fastest of the last stores: it falls by a third of the way and rises slowly. A guess."""
 DRAIN_ALPHA: Final = 0.15
 """Weight of a new store in the measured rate; the detector's own default."""
+PROBE_AFTER_S: Final = LOST_S
+MAX_PROBE_AFTER_S: Final = 40.0
+"""Seconds without a store coming home after which one is let through, then twice as long, up to the latter."""
 _DRAIN_KEEP: Final = 1 - DRAIN_ALPHA
 DRAIN_HALF_LIFE_S: Final = 2.0
 """The measured rate counts half after so long without a store; the detector's own default."""
@@ -125,6 +132,9 @@ class Gate:
         "_learns",
         "_low_s_per_byte",
         "_own_time",
+        "_probe_after_s",
+        "_probe_at_s",
+        "_quiet_s",
         "_stall_drain_s",
         "_tell",
         "_written_only",
@@ -163,6 +173,9 @@ class Gate:
         self._drain_s = 0.0
         self._drained_s = 0.0
         self._stall_drain_s = 0.0
+        self._quiet_s = 0.0
+        self._probe_at_s = 0.0
+        self._probe_after_s = PROBE_AFTER_S
 
     # What the ranks report.
 
@@ -179,8 +192,9 @@ class Gate:
         drain_s = self._drain_s
         self._drain_s = DRAIN_ALPHA * spent.drain_s + _DRAIN_KEEP * drain_s if drain_s else spent.drain_s
         self._drained_s = self._clock()
+        self._probe_after_s = PROBE_AFTER_S
         # One came home; whether the others hang is told by the next report.
-        self._stall_drain_s = 0.0
+        self._stall_drain_s = self._quiet_s = 0.0
         if num_bytes <= 0:
             if self._written_only:
                 return
@@ -190,8 +204,12 @@ class Gate:
             # What the fastest store took beyond what its bytes may take on a tier that is well. A tier that
             # has been slow from its first store on cannot hide behind it: it is bounded.
             beyond_s = elapsed_s - self._low_s_per_byte * num_bytes
-            if beyond_s < self.fixed_cost_s:
-                self.fixed_cost_s = max(0.0, beyond_s)
+            known_s = self.fixed_cost_s
+            if beyond_s < known_s:
+                # Not all the way: one that was lucky must not make the others look slow.
+                self.fixed_cost_s = known_s + FIXED_COST_FALL * ((max(0.0, beyond_s)) - known_s)
+            else:
+                self.fixed_cost_s = known_s + FIXED_COST_RISE * (self._first_fixed_cost_s - known_s)
         if self.fixed_cost_s:
             own_s = elapsed_s - self.fixed_cost_s
             if own_s < 0.0:
@@ -215,14 +233,39 @@ class Gate:
             chunk_bytes: what each of them is to write.
         """
         self._stall_drain_s = stall.drain_s
+        self._quiet_s = stall.quiet_s
         if self.signals.in_flight:
-            age_s = stall.oldest_s
+            age_s = stall.quiet_s
             own_s = max(0.0, age_s - self.fixed_cost_s)
             if self._goodput and age_s > 0.0:
                 own_s *= stall.share_s / age_s
             self.detector.on_store_in_flight(own_s, chunk_bytes)
 
     # What is asked.
+
+    def refusal(self, num_blocks: int, stores_ahead: int, max_wait_s: float) -> str | None:
+        """Ask about one store of `num_blocks` blocks that comes behind `stores_ahead` others.
+
+        None lets it go. Else why not: `queue_slow` where it would wait for longer than `max_wait_s`,
+        `gate` where the detector's policy says so. Where nothing has come home for long, one store in a
+        while is let through all the same: what hangs may be lost for good, and then only a new one can
+        tell that the tier works again.
+        """
+        if self.wait_s(stores_ahead) > max_wait_s:
+            reason = reasons.QUEUE_SLOW
+        elif self.should_store(num_blocks):
+            return None
+        else:
+            reason = reasons.GATE
+        return None if self._quiet_s >= PROBE_AFTER_S and self._may_probe() else reason
+
+    def _may_probe(self) -> bool:
+        now_s = self._clock()
+        if now_s < self._probe_at_s:
+            return False
+        self._probe_at_s = now_s + self._probe_after_s
+        self._probe_after_s = min(2 * self._probe_after_s, MAX_PROBE_AFTER_S)
+        return True
 
     def wait_s(self, stores_ahead: int) -> float:
         """How long a store will wait that comes behind `stores_ahead` others, at the rate of the last ones.

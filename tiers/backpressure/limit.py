@@ -8,8 +8,8 @@ Two limits, because two things are wanted:
 
 The first climbs by trial: some stores at the level that holds, some a step beside it, and goodput
 says which is kept. It needs no model of the device, so one disk, a striped array and a distant
-object store are treated alike. The second rises by addition while loads take about as long as
-without stores, and falls by multiplication when they take longer.
+object store are treated alike. The second compares loads beside more stores with loads beside one at
+most: it rises while they take about as long, and falls by multiplication when they take longer.
 """
 
 from __future__ import annotations
@@ -33,36 +33,19 @@ MIN_SAMPLES: Final = 16
 PAUSE_S: Final = 2.0
 """After a step that was not kept the level holds for this long."""
 
-TOLERATED_SLOWDOWN: Final = 1.25
-"""A load beside stores may take this much of what it takes without; a guess between 1 and the 2 that is promised."""
-BESIDE_STEP: Final = 0.1
+TOLERATED_SLOWDOWN: Final = 1.15
+"""A load beside several stores may take this much of what it takes beside one; a guess."""
+BESIDE_ALPHA: Final = 0.2
+"""Weight of one load in what loads take."""
+BESIDE_GROWTH: Final = 0.1
+BESIDE_STEP: Final = 0.03
+"""Before loads first feel it the level grows by a tenth a load, afterwards by this much over itself."""
 BESIDE_CUT: Final = 0.8
-WINDOW_S: Final = 30.0
-"""How long the fastest load seen stands for the device: a minute at most, two of these windows."""
-
-
-class _WindowedMin:
-    """The smallest of the last one to two windows."""
-
-    __slots__ = ("_before", "_current", "_since_s")
-
-    def __init__(self) -> None:
-        self._current = math.inf
-        self._before = math.inf
-        self._since_s = -math.inf
-
-    def add(self, value: float, now_s: float) -> None:
-        if now_s - self._since_s >= WINDOW_S:
-            # After a longer silence the window before the last one says nothing any more.
-            self._before = self._current if now_s - self._since_s < 2 * WINDOW_S else math.inf
-            self._current = math.inf
-            self._since_s = now_s
-        self._current = min(self._current, value)
-
-    @property
-    def value(self) -> float:
-        """Infinite while nothing was added."""
-        return min(self._current, self._before)
+ONE_STORE: Final = 1.2
+"""Stores beside a load, on the average over its life, that still count as one."""
+COMPARED_LOADS: Final = 8
+COMPARE_INTERVAL_S: Final = 30.0
+"""So often so many loads run beside one store at most, so that what they take then stays known."""
 
 
 class _Climb:
@@ -134,6 +117,58 @@ class _Climb:
         self.disturbed()
 
 
+class _Beside:
+    """The most stores that loads do not feel."""
+
+    __slots__ = ("_base_s", "_compare_at_s", "_comparing", "_felt", "_max_level", "_rising", "level")
+
+    def __init__(self, max_level: int) -> None:
+        self.level = 1.0
+        self._max_level = max_level
+        self._rising = True
+        """Whether no load has felt it yet."""
+        self._felt = 1.0
+        self._base_s = [0.0] * 16
+        """By 1, 2, 4, ... loads at once: what one of them takes beside one store at most; 0 where not known."""
+        self._comparing = 0
+        self._compare_at_s = math.inf
+
+    @property
+    def current(self) -> int:
+        return 1 if self._comparing else int(self.level)
+
+    def add(self, spent: Spent, now_s: float) -> None:
+        loads = spent.elapsed_s / spent.drain_s
+        stores = spent.elapsed_s / spent.share_s - loads
+        at = min(len(self._base_s) - 1, max(0, round(math.log2(loads))))
+        if stores <= ONE_STORE:
+            base_s = self._base_s[at]
+            self._base_s[at] += BESIDE_ALPHA * (spent.elapsed_s - base_s) if base_s else spent.elapsed_s
+            if self._comparing:
+                self._comparing -= 1
+                if not self._comparing:
+                    self._compare_at_s = now_s + COMPARE_INTERVAL_S
+            elif self.level < 2.0 and stores >= 0.5:
+                self._rise(now_s)
+            return
+        if now_s >= self._compare_at_s and not self._comparing:
+            self._comparing = COMPARED_LOADS
+        if not self._base_s[at]:
+            return
+        self._felt += BESIDE_ALPHA * (spent.elapsed_s / self._base_s[at] - self._felt)
+        if self._felt > TOLERATED_SLOWDOWN:
+            self.level = max(1.0, self.level * BESIDE_CUT)
+            self._felt = 1.0
+            self._rising = False
+        elif stores >= 0.5 * int(self.level):
+            self._rise(now_s)
+
+    def _rise(self, now_s: float) -> None:
+        step = BESIDE_GROWTH * self.level if self._rising else BESIDE_STEP / self.level
+        self.level = min(float(self._max_level), self.level + step)
+        self._compare_at_s = min(self._compare_at_s, now_s + COMPARE_INTERVAL_S)
+
+
 class StoreLimit:
     """Not thread-safe: called under the lock of whoever enforces it.
 
@@ -147,13 +182,11 @@ class StoreLimit:
             raise ValueError(f"max_stores must be at least 1, got {max_stores}")
         self._clock = clock
         self._climb = _Climb(max_stores)
-        self._beside = 1.0
-        self._load_alone_s = _WindowedMin()
-        self._load_drain_s = _WindowedMin()
+        self._beside = _Beside(max_stores)
 
     def allowed(self, *, loads: bool) -> int:
         """Stores that may run now; `loads` says whether any load waits or runs."""
-        return min(int(self._beside), self._climb.level) if loads else self._climb.current
+        return min(self._beside.current, self._climb.level) if loads else self._climb.current
 
     def on_store_ended(self, spent: Spent) -> None:
         """A store that really wrote a whole chunk has ended; others teach nothing."""
@@ -168,17 +201,4 @@ class StoreLimit:
         """A load that really read a whole chunk has ended."""
         if not spent.share_s > 0:
             return
-        now_s = self._clock()
-        under_way = spent.elapsed_s / spent.drain_s
-        beside = spent.share_s < 0.95 * spent.drain_s
-        if not beside:
-            self._load_alone_s.add(spent.elapsed_s, now_s)
-        self._load_drain_s.add(spent.drain_s, now_s)
-        alone_s = self._load_alone_s.value
-        if not beside or math.isinf(alone_s):
-            return
-        expected_s = alone_s + (under_way - 1) * min(alone_s, self._load_drain_s.value)
-        if spent.elapsed_s > TOLERATED_SLOWDOWN * expected_s:
-            self._beside = max(1.0, self._beside * BESIDE_CUT)
-        else:
-            self._beside = min(float(self._climb.max_level), self._beside + BESIDE_STEP / self._beside)
+        self._beside.add(spent, self._clock())

@@ -12,6 +12,10 @@ seconds per byte, the inverse of its goodput.
 
 It costs two additions per start and end: a virtual clock runs at 1/n, and a share is the difference
 of two readings.
+
+An operation may never end: a request that the network lost, a thread in the hands of a dead mount.
+One that others of its kind have *overtaken*, which began after it and have ended, says nothing of the
+tier any more, and after `LOST_S` it is lost: it does not share the time of those that are alive.
 """
 
 from __future__ import annotations
@@ -21,8 +25,13 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
-__all__ = ["Operation", "Spent", "Stall", "Traffic"]
+__all__ = ["LOST_S", "NOTHING", "Operation", "Spent", "Stall", "Traffic"]
+
+LOST_S: Final = 5.0
+"""A load under way for longer, or a store that was overtaken besides, is taken for lost. A guess: a tier's default
+`max_queue_s`, after which nobody would wait for it any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +54,25 @@ class Spent:
         return cls(elapsed_s, elapsed_s, elapsed_s)
 
 
+NOTHING: Final = Spent.alone(0.0)
+"""Of an operation that never started."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stall:
     """How long stores have been under way without one coming home; all 0 with none under way.
 
+    Stores that were overtaken do not count but in `oldest_s`: that others came home proves that the tier works.
+
     Attributes:
         oldest_s: age of the oldest store under way.
-        share_s: what falls to one store of the time since the last one ended, or since the oldest
-            began where that is later: what the next to end will have cost at the least.
+        quiet_s: time since the last one ended, or since the oldest that counts began where that is later.
+        share_s: what falls to one store of that time: what the next to end will have cost at the least.
         drain_s: the same among stores alone.
     """
 
     oldest_s: float = 0.0
+    quiet_s: float = 0.0
     share_s: float = 0.0
     drain_s: float = 0.0
 
@@ -64,13 +80,16 @@ class Stall:
 class Operation:
     """One operation under way; made by `Traffic.start`, given back to `Traffic.finish`."""
 
-    __slots__ = ("all_s", "is_store", "kind_s", "start_s")
+    __slots__ = ("all_s", "is_store", "kind_s", "lost_spent", "overtaken", "start_s")
 
     def __init__(self, is_store: bool, start_s: float, all_s: float, kind_s: float) -> None:
         self.is_store = is_store
         self.start_s = start_s
         self.all_s = all_s
         self.kind_s = kind_s
+        self.overtaken = False
+        self.lost_spent: tuple[float, float] | None = None
+        """Its shares as of when it was taken for lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +111,16 @@ class _Now:
     all_s: float = 0.0
     stores_s: float = 0.0
     loads_s: float = 0.0
-    oldest_start_s: float = 0.0
+    oldest_start_s: float | None = None
+    since_s: float | None = None
+    """None where every store under way was overtaken."""
     since_all_s: float = 0.0
     since_stores_s: float = 0.0
     load: _LoadMarks | None = None
+    lost_load_since_s: float | None = None
+    """Since when no load has ended although one that is taken for lost was under way; None with no such one."""
+    num_loads_ever: int = 0
+    """Loads under way, lost ones too."""
 
 
 class Traffic:
@@ -115,12 +140,14 @@ class Traffic:
         self._all_s = 0.0
         self._loads_s = 0.0
         self._stores_s = 0.0
+        self._ended_s = -math.inf
         self._ended_all_s = 0.0
         self._ended_stores_s = 0.0
         self._ended_load = _LoadMarks(-math.inf, 0.0, 0.0)
         # A dict keeps the order of starting, so its first entry is the oldest.
         self._stores: dict[Operation, None] = {}
         self._loads: dict[Operation, None] = {}
+        self._lost: dict[Operation, None] = {}
         self._now = _Now()
 
     def start(self, *, is_store: bool) -> Operation:
@@ -136,33 +163,46 @@ class Traffic:
         """It has ended now, in whatever way."""
         with self._lock:
             now_s = self._advance()
-            kind_s = self._loads_s
-            if operation.is_store:
-                kind_s = self._stores_s
-                del self._stores[operation]
-                self._ended_all_s = self._all_s
-                self._ended_stores_s = self._stores_s
+            all_s, kind_s = self._all_s, self._stores_s if operation.is_store else self._loads_s
+            if operation.lost_spent is None:
+                spent = Spent(now_s - operation.start_s, all_s - operation.all_s, kind_s - operation.kind_s)
+                live = self._stores if operation.is_store else self._loads
+                for other in (*self._lost, *live):
+                    # Those of a kind are in the order of starting.
+                    if other is operation:
+                        break
+                    other.overtaken = other.overtaken or other.is_store == operation.is_store
+                del live[operation]
             else:
-                del self._loads[operation]
+                spent = Spent(now_s - operation.start_s, *operation.lost_spent)
+                del self._lost[operation]
+            if operation.is_store:
+                self._ended_s, self._ended_all_s, self._ended_stores_s = now_s, self._all_s, self._stores_s
+            else:
                 self._ended_load = _LoadMarks(now_s, self._all_s, self._loads_s)
             self._publish()
-            return Spent(now_s - operation.start_s, self._all_s - operation.all_s, kind_s - operation.kind_s)
+            return spent
 
-    def stuck_stores(self, older_than_s: float) -> int:
-        """Stores that have been under way for longer than `older_than_s`."""
+    def stuck(self, *, stores: bool) -> int:
+        """Stores, or loads, that have been under way for longer than `LOST_S`."""
         with self._lock:
-            limit_s = self._clock() - older_than_s
-            return sum(operation.start_s < limit_s for operation in self._stores)
+            limit_s = self._clock() - LOST_S
+            live = self._stores if stores else self._loads
+            lost = sum(operation.is_store == stores for operation in self._lost)
+            return lost + sum(operation.start_s < limit_s for operation in live)
 
     def stall(self) -> Stall:
         """How long stores have been under way without one ending."""
         now = self._now
-        if not now.num_stores:
+        if now.oldest_start_s is None:
             return Stall()
         now_s = self._clock()
+        if now.since_s is None:
+            return Stall(now_s - now.oldest_start_s)
         passed_s = max(0.0, now_s - now.at_s)
         return Stall(
             now_s - now.oldest_start_s,
+            now_s - now.since_s,
             now.all_s + passed_s / now.num_all - now.since_all_s,
             now.stores_s + passed_s / now.num_stores - now.since_stores_s,
         )
@@ -173,9 +213,13 @@ class Traffic:
         Counted since the last one ended, or since the oldest began where that is later.
         """
         now = self._now
-        if now.load is None:
-            return Spent.alone(0.0)
         now_s = self._clock()
+        if now.lost_load_since_s is not None:
+            # Those that are lost keep no clock going: what is known is that nothing came in all this time.
+            quiet_s = now_s - now.lost_load_since_s
+            return Spent(quiet_s, quiet_s / (now.num_loads_ever + now.num_stores), quiet_s / now.num_loads_ever)
+        if now.load is None:
+            return NOTHING
         passed_s = max(0.0, now_s - now.at_s)
         return Spent(
             now_s - now.load.at_s,
@@ -187,6 +231,7 @@ class Traffic:
         # The clock is read under the lock, so that no two readings come in the wrong order.
         now_s = self._clock()
         passed_s = now_s - self._at_s
+        self._lose(now_s - LOST_S)
         stores, loads = len(self._stores), len(self._loads)
         if stores:
             self._stores_s += passed_s / stores
@@ -197,9 +242,26 @@ class Traffic:
         self._at_s = now_s
         return now_s
 
+    def _lose(self, limit_s: float) -> None:
+        """Leave out what began before `limit_s` and is lost; its shares are what they were at the last event."""
+        for live, clock_s in ((self._stores, self._stores_s), (self._loads, self._loads_s)):
+            lost = []
+            for operation in live:
+                if operation.start_s >= limit_s:
+                    break
+                if operation.overtaken or not operation.is_store:
+                    lost.append(operation)
+            for operation in lost:
+                operation.lost_spent = (self._all_s - operation.all_s, clock_s - operation.kind_s)
+                del live[operation]
+                self._lost[operation] = None
+
     def _publish(self) -> None:
-        store = next(iter(self._stores), None)
+        oldest = next((one for one in (*self._lost, *self._stores) if one.is_store), None)
+        store = next((one for one in self._stores if not one.overtaken), None)
         load = next(iter(self._loads), None)
+        lost_loads = [one for one in self._lost if not one.is_store]
+        waiting = next((one for one in lost_loads if not one.overtaken), None)
         self._now = _Now(
             self._at_s,
             len(self._stores) + len(self._loads),
@@ -207,10 +269,13 @@ class Traffic:
             self._all_s,
             self._stores_s,
             self._loads_s,
-            0.0 if store is None else store.start_s,
+            None if oldest is None else oldest.start_s,
+            None if store is None else max(store.start_s, self._ended_s),
             0.0 if store is None else max(store.all_s, self._ended_all_s),
             0.0 if store is None else max(store.kind_s, self._ended_stores_s),
             None if load is None else self._later(load),
+            None if waiting is None else max(waiting.start_s, self._ended_load.at_s),
+            len(self._loads) + len(lost_loads),
         )
 
     def _later(self, load: Operation) -> _LoadMarks:
