@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvsluice.connector.load_rates import HALF_LIFE_S, LoadTimes, PrefillRate
+from kvsluice.connector.load_rates import HALF_LIFE_S, PrefillRate, TierLoadTimes
 from kvsluice.connector.results import LoadGateStats
 from kvsluice.tiers.backpressure import Spent
 
@@ -60,11 +60,11 @@ class _Stage:
     """One of the things that loads go through side by side; the slowest says how long all take."""
 
     name: str
-    times: LoadTimes
+    times: TierLoadTimes
     probe_s: float = -math.inf
     """When a probe was last let through."""
-    probing: bool = False
-    """Whether its load is still to be asked for."""
+    probe_keys: frozenset[bytes] = frozenset()
+    """The chunks that it offered, until a load asks for them."""
 
 
 class _Line:
@@ -72,7 +72,7 @@ class _Line:
 
     Args:
         count: loads that are open already.
-        table: see `LoadTimes.table`.
+        table: see `TierLoadTimes.table`.
         kept: what the table is multiplied by.
     """
 
@@ -110,9 +110,9 @@ class LoadGate:
         self._tokens = tokens_per_chunk
         self._margin = margin
         self._prefill = PrefillRate(prefill_tokens_per_s)
-        self._stages = {at: _Stage(tier.name, LoadTimes(tier.width, tier.interval_s)) for at, tier in tiers.items()}
+        self._stages = {at: _Stage(tier.name, TierLoadTimes(tier.width, tier.interval_s)) for at, tier in tiers.items()}
         # One thread makes the copies of all loads, so it is a stage of its own and never two wide.
-        self._stages[HOST] = _Stage("host memory", LoadTimes(1))
+        self._stages[HOST] = _Stage("host memory", TierLoadTimes(1))
         self._logged_s = -math.inf
 
     # ---- what is measured --------------------------------------------------------------------
@@ -157,14 +157,22 @@ class LoadGate:
 
     # ---- what is asked -----------------------------------------------------------------------
 
-    def offer(self, served_by: Sequence[int], open_loads: Mapping[int, int], now_s: float, *, may_probe: bool) -> int:
+    def offer(
+        self,
+        served_by: Sequence[int],
+        open_loads: Mapping[int, int],
+        now_s: float,
+        *,
+        probe_keys: Sequence[bytes] | None,
+    ) -> int:
         """How many leading chunks are worth loading.
 
         Args:
             served_by: per chunk the tier that it would come from, `HOST` for a slot.
             open_loads: by tier, loads that wait for it or are being read; under `HOST` those of slots.
             now_s: by the planner's clock.
-            may_probe: whether the answer is one that is acted upon.
+            probe_keys: the chunks' keys, at least as many as `served_by`; None where the answer is not
+                acted upon, so that it holds no probe.
         """
         chunk_s = self._chunk_s
         stages = {at: self._stages[at] for at in {*served_by, HOST}}
@@ -177,17 +185,23 @@ class LoadGate:
         if best == len(served_by):
             return best
         self._tell(stages, open_loads, served_by, best, chunk_s, now_s)
-        return best + (self._probe(stages, open_loads, served_by, best, chunk_s, now_s) if may_probe else 0)
+        if probe_keys is None:
+            return best
+        at = served_by[best]
+        probed = self._probe(stages, open_loads, served_by, best, chunk_s, now_s)
+        if probed:
+            stages[at].probe_s, stages[at].probe_keys = now_s, frozenset(probe_keys[best : best + probed])
+        return best + probed
 
-    def patience_s(self, sources: Iterable[int], num_chunks: int, timeout_s: float, now_s: float) -> float:
-        """How long a load of `num_chunks` chunks from `sources` may take: less than `timeout_s` for a probe."""
+    def patience_s(self, sources: Iterable[int], keys: Sequence[bytes], timeout_s: float, now_s: float) -> float:
+        """How long a load of `keys` from `sources` may take: less than `timeout_s` where a probe offered them."""
         chunk_s = self._chunk_s
         for at in sources:
             stage = self._stages[at]
-            if stage.probing and chunk_s is not None:
-                stage.probing = False
+            if chunk_s is not None and not stage.probe_keys.isdisjoint(keys):
+                stage.probe_keys = frozenset()
                 if now_s - stage.probe_s < HALF_LIFE_S:
-                    timeout_s = min(timeout_s, PROBE_PATIENCE * num_chunks * chunk_s)
+                    timeout_s = min(timeout_s, PROBE_PATIENCE * len(keys) * chunk_s)
         return timeout_s
 
     @property
@@ -258,7 +272,6 @@ class LoadGate:
         hoped = _best(self._lines(stages, open_loads, now_s), served_by, chunk_s)
         if hoped <= best:
             return 0
-        stage.probe_s, stage.probing = now_s, True
         return min(hoped - best, PROBE_CHUNKS, stage.times.width)
 
     def _tell(

@@ -58,7 +58,10 @@ class LoadPlan:
             books.ledger.finish(job, now_s)
         elif self._load_gate is not None:
             sources = {state.stands_at for state in states if state.stands_at is not None}
-            job.expires_s = now_s + self._load_gate.patience_s(sources, len(states), timeout_s, now_s)
+            patience_s = self._load_gate.patience_s(sources, job.keys, timeout_s, now_s)
+            # A deadline that the caller named is the caller's own.
+            if timeout_s == books.settings.load_timeout_s:
+                job.expires_s = now_s + patience_s
         self.dispatch(now_s)
         return job.job_id
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from kvsluice.tiers.backpressure import Spent
 
-__all__ = ["HALF_LIFE_S", "LoadTimes", "PrefillRate"]
+__all__ = ["HALF_LIFE_S", "PrefillRate", "TierLoadTimes"]
 
 ALPHA: Final = 0.2
 """Weight of a new load."""
@@ -73,9 +73,11 @@ class PrefillRate:
 class _Sums:
     """Of loads that came together. Of several the longest counts as the second: one may have hung in the network."""
 
-    __slots__ = ("_drain_s", "_elapsed_s", "_longest", "_second", "count", "lost")
+    __slots__ = ("_drain_s", "_elapsed_s", "_longest", "_second", "begun_s", "count", "lost")
 
-    def __init__(self) -> None:
+    def __init__(self, begun_s: float) -> None:
+        self.begun_s = begun_s
+        """No later than the start of any that came."""
         self.count = 0
         self.lost = 0
         """Loads among them that did not come: what they took of the time is not in the sums."""
@@ -83,8 +85,10 @@ class _Sums:
         self._elapsed_s = 0.0
         self._longest = self._second = (0.0, 0.0)
 
-    def add(self, drain_s: float, elapsed_s: float) -> None:
+    def add(self, drain_s: float, elapsed_s: float, now_s: float) -> None:
         self.count += 1
+        # One may have been under way already when those before were taken in.
+        self.begun_s = min(self.begun_s, now_s - elapsed_s)
         # The longest stands beside the sums, so that leaving it out is no difference of large numbers.
         if drain_s > self._longest[0]:
             self._longest, self._second = (drain_s, elapsed_s), self._longest
@@ -114,7 +118,7 @@ class _Sums:
         return self._second if self.several else self._longest
 
 
-class LoadTimes:
+class TierLoadTimes:
     """How long loads of one tier take, by how many of them are wanted. Not thread-safe: the planner's alone.
 
     A request to a distant store takes as long alone as among eight; a read from a disk that is busy
@@ -150,7 +154,7 @@ class LoadTimes:
         self._measured_s: float | None = None
         self._loads = 0
         self._late = False
-        self._sums = _Sums()
+        self._sums = _Sums(math.inf)
         self._stall = _NOTHING
         self._stalled_s = 0.0
         self._opened_s = 0.0
@@ -162,7 +166,7 @@ class LoadTimes:
 
     def on_opened(self, now_s: float) -> None:
         """A load was asked for where none was open."""
-        self._opened_s = now_s
+        self._opened_s = self._sums.begun_s = now_s
 
     def on_loaded(self, drain_s: float, elapsed_s: float, now_s: float) -> None:
         """A load has come.
@@ -174,7 +178,7 @@ class LoadTimes:
         """
         if drain_s <= 0:
             return
-        self._sums.add(drain_s, max(drain_s, elapsed_s))
+        self._sums.add(drain_s, max(drain_s, elapsed_s), now_s)
         self._table = None
         if self._sums.count >= _MANY * self.width:
             self._learn(now_s)
@@ -260,15 +264,18 @@ class LoadTimes:
 
     def _learn(self, now_s: float) -> None:
         """Take in the loads that came together."""
-        sums, self._sums = self._sums, _Sums()
+        sums, self._sums = self._sums, _Sums(now_s)
         if not sums.count:
             return
         company, at = self._company(sums.company)
         sample_s = sums.interval_s * company
         known_s = self._elapsed_s[at]
         if sums.lost * _FEW > sums.count and sample_s < known_s:
-            # They took at least this much, so nothing better is known than before.
-            return
+            # What the lost ones took is not in the sample. The tier took no longer for those that came than
+            # since the first of them started, whatever it did for the others.
+            sample_s = max(sample_s, (now_s - sums.begun_s) / sums.count * company)
+            if sample_s >= known_s:
+                return
         kept = math.pow(1 - ALPHA, sums.count)
         if not self._seen[at] or self._measured_s is None:
             kept = 0.0

@@ -55,7 +55,10 @@ class Lookups:
                 break
         held = slower = len(served_by)
         if held and self._load_gate is not None:
-            held = self._load_gate.offer(served_by, books.loads_open, now_s, may_probe=not pending)
+            probe_keys = None if pending else keys
+            held = self._load_gate.offer(served_by, books.loads_open, now_s, probe_keys=probe_keys)
+            # Still pending where it is less than what is held: the more a tier far away has, or a faster one has
+            # behind it, the sooner the first chunks are worth it too.
         slower -= held
         if pending:
             self.pending += 1

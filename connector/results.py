@@ -144,7 +144,8 @@ class OffloadStats:
         lookups, lookups_pending: calls, and those that had to say `pending`.
         hit_chunks: the sum of `held` over all lookups that did not.
         skipped, unused: stores that no tier was asked to take, loads that no tier was asked for, each by
-            reason; what a tier refused or failed stands with the tier.
+            reason; what a tier refused or failed stands with the tier. `slower_than_recompute` counts at every
+            lookup that is not pending, as `hit_chunks` does.
         load_gate: what loads and recompute take; None where the gate is off.
     """
 

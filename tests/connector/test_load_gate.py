@@ -27,6 +27,7 @@ CHUNK_S = TOKENS / RATE
 """So long it computes a chunk: 25.6 ms."""
 SLOW_S = 4 * CHUNK_S
 FAST_S = CHUNK_S / 10
+MANY_KEYS = [make_key(number) for number in range(64)]
 
 
 def world_with(held: int, chunk_s: float = FAST_S, **options: object) -> World:
@@ -139,30 +140,30 @@ def gate_of(*intervals_s: float, copy_s: float = 0.0) -> LoadGate:
 
 
 def test_the_prefix_in_host_memory_is_used_and_the_rest_on_a_slow_tier_is_not():
-    assert gate_of(5.0, copy_s=0.1).offer([HOST] * 4 + [0] * 6, {}, 0.0, may_probe=True) == 4
+    assert gate_of(5.0, copy_s=0.1).offer([HOST] * 4 + [0] * 6, {}, 0.0, probe_keys=MANY_KEYS) == 4
 
 
 def test_a_little_of_a_slow_tier_is_worth_it_for_what_a_fast_one_has_behind_it():
     served_by = [0, *[1] * 20]
-    assert gate_of(5.0, 0.1).offer(served_by, {}, 0.0, may_probe=True) == 21
-    assert gate_of(30.0, 0.1).offer(served_by, {}, 0.0, may_probe=True) == 0
+    assert gate_of(5.0, 0.1).offer(served_by, {}, 0.0, probe_keys=MANY_KEYS) == 21
+    assert gate_of(30.0, 0.1).offer(served_by, {}, 0.0, probe_keys=MANY_KEYS) == 0
 
 
 def test_a_chunk_that_would_wait_behind_a_line_is_not_worth_it_for_being_quick_itself():
     """1 s to wait for it, and 1 s to compute it: what has a line before it is weighed on its own."""
-    assert gate_of(0.125).offer([HOST, 0], {0: 8}, 0.0, may_probe=False) == 1
+    assert gate_of(0.125).offer([HOST, 0], {0: 8}, 0.0, probe_keys=None) == 1
 
 
 def test_tiers_serve_side_by_side():
     """One after the other they would take 18 s for what is computed in 20."""
-    assert gate_of(0.9, 0.9).offer([0, 1] * 10, {0: 10, 1: 10}, 0.0, may_probe=True) == 20
-    assert gate_of(0.9).offer([0] * 20, {0: 10}, 0.0, may_probe=True) == 0
+    assert gate_of(0.9, 0.9).offer([0, 1] * 10, {0: 10, 1: 10}, 0.0, probe_keys=MANY_KEYS) == 20
+    assert gate_of(0.9).offer([0] * 20, {0: 10}, 0.0, probe_keys=MANY_KEYS) == 0
 
 
 def test_copies_that_are_slower_than_computing_keep_host_hits_from_being_used():
-    assert gate_of(copy_s=2.0).offer([HOST] * 8, {}, 0.0, may_probe=True) == 0
-    assert gate_of(copy_s=0.5).offer([HOST] * 8, {}, 0.0, may_probe=True) == 8
-    assert gate_of(copy_s=0.5).offer([HOST] * 8, {HOST: 9}, 0.0, may_probe=True) == 0
+    assert gate_of(copy_s=2.0).offer([HOST] * 8, {}, 0.0, probe_keys=MANY_KEYS) == 0
+    assert gate_of(copy_s=0.5).offer([HOST] * 8, {}, 0.0, probe_keys=MANY_KEYS) == 8
+    assert gate_of(copy_s=0.5).offer([HOST] * 8, {HOST: 9}, 0.0, probe_keys=MANY_KEYS) == 0
 
 
 _INTERVAL_S = st.floats(0.0, 3.0)
@@ -188,7 +189,7 @@ def test_no_other_number_of_chunks_would_take_less(intervals_s, copy_s, data):
         return max([*tiers_s, (sum(ahead.values()) + loaded) * copy_s]) + len(served_by) - loaded
 
     gate = gate_of(*intervals_s, copy_s=copy_s)
-    found = gate.offer(served_by, ahead, 0.0, may_probe=False)
+    found = gate.offer(served_by, ahead, 0.0, probe_keys=None)
     assert total_s(found) <= min(total_s(loaded) for loaded in range(len(served_by) + 1)) + 1e-9
 
 
@@ -287,6 +288,57 @@ def test_a_probe_that_takes_too_long_is_given_up_so_that_a_request_loses_little(
     assert max(taken) <= 2 * PROBE_CHUNKS * CHUNK_S + 0.02
 
 
+def world_with_a_probe_offered() -> World:
+    """Of 64 chunks the first eight; the tier is far slower than twice what they take to compute."""
+    world = world_with(64, 64 * CHUNK_S)
+    world.request(32)
+    world.run(10 * HALF_LIFE_S)
+    assert world.lookup(32).held == PROBE_CHUNKS
+    return world
+
+
+def taken_s(world: World, job: int) -> float:
+    world.run_until(lambda: not world.planner.is_open(job))
+    return next(result.total_s for result in world.results if result.job_id == job)
+
+
+def test_a_probes_patience_is_for_the_chunks_that_it_offered_and_for_no_others():
+    world = world_with_a_probe_offered()
+    other = world.load(PROBE_CHUNKS, first=32)
+    probe = world.load(PROBE_CHUNKS)
+    assert taken_s(world, probe) == pytest.approx(2 * PROBE_CHUNKS * CHUNK_S, abs=0.02)
+    assert taken_s(world, other) == pytest.approx(10.0, abs=0.02)
+
+
+def test_a_probes_patience_is_given_once():
+    world = world_with_a_probe_offered()
+    probe = world.load(PROBE_CHUNKS)
+    again = world.load(PROBE_CHUNKS)
+    assert taken_s(world, probe) < 1.0
+    assert taken_s(world, again) == pytest.approx(10.0, abs=0.02)
+
+
+def test_a_deadline_that_the_caller_named_stands_for_a_probe_too():
+    world = world_with_a_probe_offered()
+    assert taken_s(world, world.load(PROBE_CHUNKS, deadline_s=1.5)) == pytest.approx(1.5, abs=0.02)
+
+
+def test_a_tier_that_is_well_again_is_used_although_each_probe_has_a_chunk_that_is_gone():
+    world = world_with(32)
+    requests_for(world, 2.0)
+    world.device.chunk_s = 16 * CHUNK_S
+    requests_for(world, 10.0)
+    world.device.chunk_s = FAST_S
+    end_s = world.clock() + 30.0
+    offered = 0
+    while offered < 32:
+        assert world.clock() < end_s, "the probes teach nothing"
+        world.gone = {world.keys[3]}
+        offered = world.request(32).held
+        world.prefill(RATE)
+        world.run(0.1)
+
+
 def test_there_is_one_probe_at_a_time_and_none_that_nobody_acts_upon():
     world = world_with(32, SLOW_S)
     world.request()
@@ -376,11 +428,23 @@ def test_an_answer_that_is_pending_offers_no_probe_and_counts_nothing():
     assert world.planner.stats().unused == {reasons.SLOWER: 32 - PROBE_CHUNKS}
 
 
+def test_what_is_not_worth_it_yet_waits_for_an_answer_that_would_make_it_so():
+    """Eight at once take no longer than one: one alone is not worth it, with more behind it it is."""
+    gate = LoadGate({0: LoadTier("fs", 8)}, tokens_per_chunk=1, prefill_tokens_per_s=1.0)
+    for company in [8] * WARM_UP_LOADS + [1] * WARM_UP_LOADS:
+        gate.on_loaded(0, 2.0 / company, 2.0, 0.0)
+        gate.on_quiet(0, 0.0)
+    planner = planner_of(gate, {"fs": set(KEYS)})
+    assert look_up(planner, KEYS[:1]) == Lookup(0, False, slower=1)
+    assert planner.lookup(KEYS) == Lookup(0, True, slower=1)
+    assert planner.lookup(KEYS) == Lookup(16, False)
+
+
 def test_no_probe_stands_in_line_behind_loads_that_will_tell_as_much():
     gate = LoadGate({0: LoadTier("fs", 1)}, tokens_per_chunk=1, prefill_tokens_per_s=1.0)
     gate.on_late(0, 4.0, 1, 0.0)
-    assert gate.offer([0] * 8, {0: 1}, 8 * HALF_LIFE_S, may_probe=True) == 0
-    assert gate.offer([0] * 8, {}, 8 * HALF_LIFE_S, may_probe=True) == 1
+    assert gate.offer([0] * 8, {0: 1}, 8 * HALF_LIFE_S, probe_keys=MANY_KEYS) == 0
+    assert gate.offer([0] * 8, {}, 8 * HALF_LIFE_S, probe_keys=MANY_KEYS) == 1
 
 
 # ---- several ranks, several tiers --------------------------------------------------------------

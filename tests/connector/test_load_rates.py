@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsluice.connector.load_rates import HALF_LIFE_S, HALF_LIFE_TOKENS, LoadTimes, PrefillRate
+from kvsluice.connector.load_rates import HALF_LIFE_S, HALF_LIFE_TOKENS, PrefillRate, TierLoadTimes
 from kvsluice.tiers.backpressure import Spent
 
 # ---- the engine --------------------------------------------------------------------------------
@@ -65,9 +65,11 @@ def test_a_fixed_rate_is_not_moved_by_what_is_observed():
 # ---- a tier ------------------------------------------------------------------------------------
 
 
-def taught(width: int, *loads: tuple[float, int], times: LoadTimes | None = None, now_s: float = 0.0) -> LoadTimes:
+def taught(
+    width: int, *loads: tuple[float, int], times: TierLoadTimes | None = None, now_s: float = 0.0
+) -> TierLoadTimes:
     """Each load as (seconds from start to end, loads that ran at once), each taken by itself."""
-    times = LoadTimes(width) if times is None else times
+    times = TierLoadTimes(width) if times is None else times
     for elapsed_s, company in loads:
         times.on_loaded(elapsed_s / company, elapsed_s, now_s)
         times.on_quiet(now_s)
@@ -167,7 +169,7 @@ def test_a_read_that_does_not_end_counts_as_what_it_has_taken_so_far():
 
 
 def test_one_read_that_does_not_end_says_that_of_one():
-    times = LoadTimes(8)
+    times = TierLoadTimes(8)
     assert not times.known
     times.on_opened(0.0)
     times.on_stall(Spent.alone(1.0), 1.0)
@@ -184,7 +186,7 @@ def test_a_read_that_nobody_waits_for_any_more_says_nothing_of_those_that_came_a
 
 def test_loads_that_start_together_on_a_busy_device_are_judged_by_what_all_of_them_took():
     """Eight reads, 10 ms each, one after the other: the first ends after 10 ms, the last after 80."""
-    times = LoadTimes(8)
+    times = TierLoadTimes(8)
     drain_s = 0.0
     for ended in range(1, 9):
         drain_s += 0.010 / (9 - ended)
@@ -207,8 +209,70 @@ def test_without_a_quiet_moment_loads_are_taken_in_by_the_dozen():
     assert times.table()[4] < 0.02
 
 
+@pytest.mark.parametrize("lost", [1, 3])
+def test_good_loads_teach_although_some_of_them_were_lost(lost):
+    times = taught(8, *[(2.0, 8)] * 20)
+    times.on_opened(100.0)
+    for _ in range(8 - lost):
+        times.on_loaded(0.005 / 8, 0.005, 100.005)
+    for _ in range(lost):
+        times.on_lost()
+    times.on_quiet(100.010)
+    assert 0.005 <= times.table()[8] < 0.05
+
+
+def test_loads_that_were_given_up_are_not_taken_for_served():
+    """Eight at once on a busy device, a second for each: the last would have come after 8 s."""
+    times = taught(8, *[(8.0, 8)] * 20)
+    times.on_opened(100.0)
+    times.on_loaded(1.0 / 8, 1.0, 101.0)
+    for _ in range(7):
+        times.on_lost()
+    times.on_quiet(101.0)
+    assert times.table()[8] == pytest.approx(8.0)
+
+
+def test_what_was_lost_before_a_tier_fell_quiet_is_forgotten():
+    times = taught(8, *[(2.0, 8)] * 20)
+    times.on_opened(50.0)
+    times.on_lost()
+    times.on_quiet(60.0)
+    times.on_opened(100.0)
+    for _ in range(8):
+        times.on_loaded(0.005 / 8, 0.005, 107.0)
+    times.on_quiet(107.0)
+    assert times.table()[8] < 0.05, "none of these was lost: what counts is their own time"
+
+
+def test_where_one_was_lost_a_load_counts_from_its_start_though_others_were_taken_in_since():
+    """Four reads at once, 0.3 s each; what ends just after the others were taken in was not read in that moment."""
+    times = taught(4, *[(1.0, 4)] * 20)
+    times.on_opened(100.0)
+    for _ in range(16):
+        times.on_loaded(0.3 / 4, 0.3, 100.3)
+    known_s = times.table()[4]
+    times.on_lost()
+    for _ in range(3):
+        times.on_loaded(0.01 / 4, 0.3, 100.31)
+    times.on_quiet(100.31)
+    assert times.table()[4] == known_s
+
+
+def test_the_lost_ones_are_weighed_from_the_opening_of_their_own_group():
+    times = taught(4, *[(2.0, 4)] * 20)
+    times.on_opened(100.0)
+    for _ in range(16):
+        times.on_loaded(1.0 / 4, 1.0, 110.0)
+    known_s = times.table()[4]
+    for _ in range(7):
+        times.on_loaded(0.010 / 4, 0.010, 110.020)
+    times.on_lost()
+    times.on_quiet(110.020)
+    assert times.table()[4] < known_s / 2, "0.02 s for seven, not the ten since the tier was last quiet"
+
+
 def test_a_fixed_interval_is_not_moved_by_what_happens():
-    times = LoadTimes(8, fixed_interval_s=0.003)
+    times = TierLoadTimes(8, fixed_interval_s=0.003)
     taught(8, (1.0, 1), times=times)
     times.on_late(10.0, 1, 0.0)
     assert times.table() == pytest.approx([0.003 * count for count in range(9)])
@@ -230,7 +294,7 @@ _HAPPENS = st.lists(
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.integers(1, 20), _HAPPENS)
 def test_whatever_happens_more_loads_never_come_sooner_and_company_never_delivers_less(width, happens):
-    times = LoadTimes(width)
+    times = TierLoadTimes(width)
     now_s = 0.0
     for what, seconds, count, passed_s in happens:
         now_s += passed_s

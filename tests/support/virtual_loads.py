@@ -174,6 +174,8 @@ class World:
         self.keys: list[bytes] = []
         self.results: list[TransferResult] = []
         self.chunks_read = 0
+        self.gone: set[bytes] = set()
+        """Chunks of which the tier finds, when it is to read them, that it holds them no more."""
 
     # ---- what a test does ----------------------------------------------------------------------
 
@@ -190,9 +192,9 @@ class World:
     def lookup(self, count: int | None = None, first: int = 0) -> Lookup:
         return look_up(self.planner, self.keys[first : len(self.keys) if count is None else first + count])
 
-    def load(self, count: int, first: int = 0) -> int:
+    def load(self, count: int, first: int = 0, deadline_s: float | None = None) -> int:
         """Load that many chunks, without waiting."""
-        job = self.planner.load(self.keys[first : first + count], list(range(count)), None)
+        job = self.planner.load(self.keys[first : first + count], list(range(count)), deadline_s)
         self._exchange()
         return job
 
@@ -270,6 +272,11 @@ class World:
                 continue
             read.operation = self._traffic.start(is_store=False)
             read.queue_s = self.clock() - read.put_s
+            if read.part.key in self.gone:
+                self._traffic.finish(read.operation)
+                self._decide(read, reasons.MISSING)
+                self._events.append(Ended(read.job_id, read.part.part))
+                continue
             self.chunks_read += 1
             end_s = self._serve(self.clock())
             if end_s == HUNG:
@@ -290,7 +297,7 @@ class World:
 
     def _decide(self, read: _Read, reason: str | None, spent: Spent | None = None) -> None:
         read.decided = True
-        late = ((0, reason),) if reason == reasons.DEADLINE else ()
+        missed = ((0, reason),) if reason in (reasons.DEADLINE, reasons.MISSING) else ()
         num_bytes, served_by = (CHUNK_BYTES, 0) if reason is None else (0, -1)
         tier_s, drain_s = (0.0, 0.0) if spent is None else (spent.elapsed_s, spent.drain_s)
         self._events.append(
@@ -303,7 +310,7 @@ class World:
                 1e-6,
                 read.queue_s,
                 tier_s,
-                late,
+                missed,
                 drain_s,
             )
         )
