@@ -1,7 +1,7 @@
 """The command line `kvsluice`: one module per command, which parses, calls a library function and renders.
 
 Exit codes: 0 fine, 1 the check or measurement failed, 2 wrong use or configuration, 130 interrupted
-(143 terminated). Results go to stdout, progress and messages to stderr; with `--json` stdout is one
+(143 terminated, 129 hung up). Results go to stdout, progress and messages to stderr; with `--json` stdout is one
 JSON document, or empty where the command failed before it had one.
 """
 

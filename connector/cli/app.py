@@ -10,13 +10,13 @@ from typing import Annotated, Final
 import typer
 
 from kvsluice.connector.cli.calibrate import calibrate
-from kvsluice.connector.cli.output import say_error, terminated_as_exit
+from kvsluice.connector.cli.output import STOPS, say_error, terminated_as_exit
 from kvsluice.connector.cli.replay import replay
 from kvsluice.tiers.errors import ConfigError, LayoutError, SluiceError
 
 __all__ = ["app", "run"]
 
-_STOPPED: Final = {128 + signal.SIGINT: "interrupted", 128 + signal.SIGTERM: "terminated"}
+_STOPPED: Final = {128 + number: word for number, word in {signal.SIGINT: "interrupted", **STOPS}.items()}
 
 app = typer.Typer(
     name="kvsluice",

@@ -22,8 +22,9 @@ from kvsluice.connector.calibrate import calibrate as measure
 from kvsluice.connector.calibrate.model import Fit, Kind
 from kvsluice.connector.calibrate.plan import DEFAULT_CONCURRENCIES
 from kvsluice.connector.calibrate.units import format_pair, format_rate, format_seconds, format_size
+from kvsluice.connector.cli.options import size_of
 from kvsluice.connector.cli.output import logs_on, messages, print_json, results
-from kvsluice.connector.config import AnyTierConfig, HostTierConfig, OffloadConfig, parse_size
+from kvsluice.connector.config import AnyTierConfig, HostTierConfig, OffloadConfig
 from kvsluice.tiers.errors import ConfigError
 
 __all__ = ["calibrate"]
@@ -90,11 +91,11 @@ def calibrate(
             )
         measured, detector = _tier_in(config, tier)
     options = Options(
-        chunk_bytes=_size("chunk-bytes", chunk_bytes),
-        sizes=None if sizes is None else [_size("sizes", part) for part in sizes.split(",")],
+        chunk_bytes=size_of("chunk-bytes", chunk_bytes),
+        sizes=None if sizes is None else [size_of("sizes", part) for part in sizes.split(",")],
         concurrencies=[_count("concurrency", part) for part in concurrency.split(",")],
         max_seconds=max_seconds,
-        max_bytes=_size("max-bytes", max_bytes),
+        max_bytes=size_of("max-bytes", max_bytes),
     )
     console = messages()
     with logs_on(console), _progress(console, options.max_seconds) as show:
@@ -137,13 +138,6 @@ def _tier_in(path: Path, wanted: str | None) -> tuple[AnyTierConfig, str | None]
     gate = found[0].backpressure_for(config.backpressure) or {}
     detector = gate.get("backpressure_cls")
     return found[0], None if detector is None else str(detector)
-
-
-def _size(option: str, text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise ConfigError(f"--{option} {text!r}: {error}") from error
 
 
 def _count(option: str, text: str) -> int:

@@ -10,11 +10,19 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from types import FrameType
+from typing import Final
 
 from rich.console import Console
 from rich.logging import RichHandler
 
-__all__ = ["logs_on", "messages", "print_json", "results", "say_error", "terminated_as_exit"]
+__all__ = ["STOPS", "logs_on", "messages", "print_json", "results", "say_error", "terminated_as_exit"]
+
+STOPS: Final[Mapping[signal.Signals, str]] = {
+    signal.Signals[name]: word
+    for name, word in {"SIGTERM": "terminated", "SIGHUP": "hung up"}.items()
+    if name in signal.Signals.__members__
+}
+"""The signals that end a command as Ctrl-C does, as far as the platform has them, and the word for each."""
 
 _PLAIN_WIDTH = 120
 """Columns where the output is no terminal: wide enough that no table is folded."""
@@ -54,17 +62,28 @@ def logs_on(console: Console) -> Iterator[None]:
 
 
 def _exit_on(number: int, frame: FrameType | None) -> None:
+    # Whoever ends a session sends several: none of the others may stop the clean-up.
+    for other in STOPS:
+        signal.signal(other, signal.SIG_IGN)
     raise SystemExit(128 + number)
 
 
 @contextlib.contextmanager
 def terminated_as_exit() -> Iterator[None]:
-    """Turn SIGTERM into `SystemExit(143)`, so that a command's clean-up runs; on the main thread alone."""
+    """Turn each of `STOPS` into `SystemExit(128 + its number)`, so that a command's clean-up runs.
+
+    On the main thread alone; from the first one on they are ignored. One that is ignored before stays so:
+    `nohup` ignores SIGHUP for what it starts.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, _exit_on)
+    before = {number: signal.getsignal(number) for number in STOPS}
+    ours = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
     try:
+        for number in ours:
+            signal.signal(number, _exit_on)
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number in ours:
+            signal.signal(number, before[number])

@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvsluice.connector.calibrate.units import format_seconds
+from kvsluice.connector.cli.options import size_of
 from kvsluice.connector.cli.output import messages, print_json, results
-from kvsluice.connector.config import parse_size
 from kvsluice.connector.replay import (
     ROW_NAMES,
     Claim,
@@ -38,6 +38,7 @@ from kvsluice.connector.replay import (
     spread,
 )
 from kvsluice.connector.replay.document import document
+from kvsluice.connector.replay.plot import check as check_plot
 from kvsluice.connector.replay.plot import plot as write_plot
 from kvsluice.connector.replay.suite import check_all
 from kvsluice.connector.replay.trace import Spread
@@ -113,6 +114,8 @@ def replay(
 
     Exit codes: 0 done, 1 a claim does not hold, 2 wrong use.
     """
+    if plot is not None:
+        check_plot(plot)
     requests = read_trace(trace)
     facts: dict[str, object] = {"trace": str(trace), "requests": len(requests), "trace_s": requests[-1].time_s}
     say = messages()
@@ -138,20 +141,20 @@ def replay(
         }
         host = [] if host_capacity is None else [{"type": "host", "capacity": host_capacity}]
         device = DeviceSpec(
-            bytes_per_s=_size("bandwidth", bandwidth),
+            bytes_per_s=size_of("bandwidth", bandwidth),
             operation_s=operation_us / 1e6,
             max_running=max_running,
-            stream_bytes_per_s=None if stream_bandwidth is None else _size("stream-bandwidth", stream_bandwidth),
+            stream_bytes_per_s=None if stream_bandwidth is None else size_of("stream-bandwidth", stream_bandwidth),
             slow=tuple(_slow(one) for one in slow or ()),
         )
         scene = Scene(
-            tiers={_TIER: TierModel(device, shared, None if capacity is None else _size("capacity", capacity))},
-            chunk_bytes=_size("chunk-bytes", chunk_bytes),
+            tiers={_TIER: TierModel(device, shared, None if capacity is None else size_of("capacity", capacity))},
+            chunk_bytes=size_of("chunk-bytes", chunk_bytes),
             num_nodes=nodes,
             gpu_chunks=gpu_chunks,
             prefill_tokens_per_s=prefill,
-            staging_bytes=_size("staging", staging),
-            copy_bytes_per_s=_size("copy-bandwidth", copy_bandwidth),
+            staging_bytes=size_of("staging", staging),
+            copy_bytes_per_s=size_of("copy-bandwidth", copy_bandwidth),
             step_s=step_ms / 1e3,
         )
         names = ROW_NAMES if rows is None else [name.strip() for name in rows.split(",")]
@@ -239,13 +242,6 @@ def _spread_rule(text: str) -> Spread:
     raise ConfigError(f"--spread {text!r} is none of {', '.join(get_args(Spread))}")
 
 
-def _size(option: str, text: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise ConfigError(f"--{option} {text!r}: {error}") from error
-
-
 def _slow(text: str) -> SlowTime:
     try:
         start_s, end_s, factor = (float(part) for part in text.split(":"))
@@ -277,7 +273,7 @@ def _row_table(rows: Sequence[RowResult], tier: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_lines=True)
     for name in ("row", "load\np50/p99", "chunk\np50/p99", "x alone\np99; each", "stored\nof the rest"):
         table.add_column(name, justify="left" if name == "row" else "right", no_wrap=True)
-    for name in ("hits\nfailed", "not stored, by reason", "queue\nworst", "EMA mean\nmax"):
+    for name in ("hits\nfailed/slower", "not stored, by reason", "queue\nworst", "EMA mean\nmax"):
         table.add_column(name, justify="left" if "reason" in name else "right", no_wrap="reason" not in name)
     for row in rows:
         at = row.tiers[tier]
@@ -288,7 +284,7 @@ def _row_table(rows: Sequence[RowResult], tier: str) -> Table:
             _latency(row.load_chunk),
             f"{_times(row.slowdown_p99)}\n{_times(row.each_slowdown.p99_s)}",
             f"{at.goodput_bytes_per_s / 1e6:.0f} MB/s\n{at.goodput_share:.1%}",
-            f"{row.tier_hits}\n{row.failed_hits}",
+            f"{row.tier_hits}\n{row.failed_hits}/{row.slower_hits}",
             ", ".join(f"{reason} {count}" for reason, count in lost.items()) or "-",
             str(at.worst_queue),
             f"{_milli(at.ema_mean_s)}\n{_milli(at.ema_max_s)}",
@@ -296,7 +292,8 @@ def _row_table(rows: Sequence[RowResult], tier: str) -> Table:
         table.add_row(*(Text(cell) for cell in cells))
     table.caption = (
         "load: from the request to its last chunk, failed ones too; x alone: against the same loads without any store, "
-        "the p99s and the p99 of each load against itself; of the rest: of what loads leave over; EMA in ms/MiB"
+        "the p99s and the p99 of each load against itself; of the rest: of what loads leave over; "
+        "slower: held, and computed all the same, since that was sooner; EMA in ms/MiB"
     )
     table.caption_justify = "left"
     return table

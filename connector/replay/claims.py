@@ -33,8 +33,8 @@ LADDER: Final[Sequence[Mapping[str, object]]] = (
 )
 
 MAX_SLOWDOWN: Final = 2.0
-MAX_EACH_SLOWDOWN: Final = 3.0
-"""Of single loads: one that comes while two stores run shares the device with both until they have ended."""
+MIN_UNGATED_SLOWDOWN: Final = 4.0
+"""Of single loads ahead of all stores that wait, with no gate: those that run already share the device with them."""
 MIN_GOODPUT_SHARE: Final = 0.8
 MIN_TIMES_WORSE: Final = 10.0
 HANG_S: Final = 60.0
@@ -84,11 +84,11 @@ def loaded_scene(requests: Sequence[Request]) -> tuple[Scene, list[Request], Kno
 
 
 def check_rows(results: Sequence[RowResult]) -> list[Claim]:
-    """What is promised of the rows "one queue", "drop" and "ours" in `loaded_scene`."""
+    """What is promised of the rows "one queue", "loads first", "drop" and "ours" in `loaded_scene`."""
     rows = {result.row: result for result in results}
-    ours, drop, one_queue = rows["ours"], rows["drop"], rows["one queue"]
+    ours, drop, one_queue, loads_first = (rows[name] for name in ("ours", "drop", "one queue", "loads first"))
     tier = ours.tiers[TIER]
-    each = ours.each_slowdown
+    each, ungated = ours.each_slowdown, loads_first.each_slowdown
     times_ours = one_queue.load.p99_s / ours.load.p99_s
     return [
         Claim(
@@ -99,17 +99,20 @@ def check_rows(results: Sequence[RowResult]) -> list[Claim]:
         ),
         Claim(
             "a",
-            f"load p99 within {MAX_SLOWDOWN:g} x that of the same loads alone",
-            ours.load.p99_s <= MAX_SLOWDOWN * ours.alone.p99_s
+            f"99 % of loads take at most {MAX_SLOWDOWN:g} x what they take alone; the p99 of all is within that, too",
+            each.p99_s <= MAX_SLOWDOWN
+            and ours.load.p99_s <= MAX_SLOWDOWN * ours.alone.p99_s
             and ours.load_chunk.p99_s <= MAX_SLOWDOWN * ours.alone_chunk.p99_s,
-            f"per request {_ms(ours.load.p99_s)} against {_ms(ours.alone.p99_s)}, "
+            f"each: median {each.p50_s:.2f} x, p99 {each.p99_s:.2f} x, worst {each.max_s:.2f} x; "
+            f"p99 per request {_ms(ours.load.p99_s)} against {_ms(ours.alone.p99_s)}, "
             f"per chunk {_ms(ours.load_chunk.p99_s)} against {_ms(ours.alone_chunk.p99_s)}",
         ),
         Claim(
-            "a, each",
-            f"99 % of loads take at most {MAX_EACH_SLOWDOWN:g} x what they take alone",
-            each.p99_s <= MAX_EACH_SLOWDOWN,
-            f"median {each.p50_s:.2f} x, p99 {each.p99_s:.2f} x, worst {each.max_s:.2f} x",
+            "a, without",
+            f"loads first and no gate, all writers: 1 % of loads take at least {MIN_UNGATED_SLOWDOWN:g} x what they "
+            "take alone",
+            ungated.p99_s >= MIN_UNGATED_SLOWDOWN,
+            f"each: median {ungated.p50_s:.2f} x, p99 {ungated.p99_s:.2f} x, worst {ungated.max_s:.2f} x",
         ),
         Claim(
             "b",
@@ -121,7 +124,8 @@ def check_rows(results: Sequence[RowResult]) -> list[Claim]:
             "c",
             "more hits than dropping under pressure",
             ours.tier_hits > drop.tier_hits,
-            f"{ours.tier_hits} against {drop.tier_hits} of {ours.prompt_chunks} chunks",
+            f"{ours.tier_hits} against {drop.tier_hits} of {ours.prompt_chunks} chunks; "
+            f"{ours.slower_hits} more were computed sooner than loaded",
         ),
         Claim(
             "d",

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +31,11 @@ __all__ = ["Device", "DeviceSpec", "SlowTime"]
 class SlowTime:
     """From `start_s` to `end_s` the device runs at `factor` times its rate; 0 is a hang.
 
-    In a hang nothing ends, operations that move no bytes neither.
+    In a hang nothing ends, operations that move no bytes neither. Both times and the factor are finite: a hang
+    without an end would leave its operations, and so a replay, without one.
+
+    Raises:
+        ConfigError: a figure out of its range, by value.
     """
 
     start_s: float
@@ -40,8 +45,10 @@ class SlowTime:
     def __post_init__(self) -> None:
         if not 0 <= self.start_s < self.end_s:
             raise ConfigError(f"a slow time from {self.start_s} s to {self.end_s} s is none")
-        if not self.factor >= 0:
-            raise ConfigError(f"factor {self.factor} of a slow time must be at least 0")
+        if self.end_s == math.inf:
+            raise ConfigError(f"a slow time from {self.start_s} s to {self.end_s} s never ends: give it a finite end")
+        if not 0 <= self.factor < math.inf:
+            raise ConfigError(f"factor {self.factor} of a slow time must be at least 0 and finite")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@
 
 Open loop: requests arrive when the trace says so, however slow everything is. Prefill takes
 `tokens / rate` for each request by itself: there is no queue for the GPU, because what is looked at
-here is the storage behind it.
+here is the storage behind it. Of each prefill the connector is told how long it took, as an engine tells it.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ class Engine:
         self.gpu_hits = 0
         self.tier_hits = 0
         self.failed_hits = 0
+        self.slower_hits = 0
 
     def arrive(self, request: Request) -> None:
         """Now."""
@@ -79,16 +80,17 @@ class Engine:
     def _admit(self, request: Request) -> None:
         first = self._cache.match(request.keys)
         keys = request.keys[first:]
-        held = 0
+        held = slower = 0
         if keys:
             found = self._node.lookup(keys)
-            held = found.held
+            held, slower = found.held, found.slower
             # What is on its way into the GPU is not loaded twice; it comes, or its deadline does.
             if found.pending or any(self._loading[key] for key in keys[:held]):
                 self._node.at_step(partial(self._admit, request))
                 return
         self._cache.use(request.keys[:first])
         self.gpu_hits += first
+        self.slower_hits += slower
         if held:
             wanted = keys[:held]
             self._loading.update(wanted)
@@ -110,11 +112,14 @@ class Engine:
 
     def _prefill(self, request: Request, computed: int) -> None:
         share = 1 - computed / len(request.keys)
-        self._timeline.after(
-            request.prompt_tokens * share / self._prefill_tokens_per_s, partial(self._computed, request)
-        )
+        num_tokens = round(request.prompt_tokens * share)
+        elapsed_s = num_tokens / self._prefill_tokens_per_s
+        self._timeline.after(elapsed_s, partial(self._computed, request, num_tokens, elapsed_s))
 
-    def _computed(self, request: Request) -> None:
+    def _computed(self, request: Request, num_tokens: int, elapsed_s: float) -> None:
+        # An engine of endless speed has no rate to tell.
+        if elapsed_s:
+            self._node.observe_prefill(num_tokens, elapsed_s)
         self._cache.use(request.keys)
         # From the first chunk on, as the adapter does: one that was dropped earlier gets another chance.
         self._node.store(request.keys)

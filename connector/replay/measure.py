@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Latency", "LoadRecord", "LoadTimes", "Series", "percentile", "slowdowns"]
+__all__ = ["Latency", "LoadLog", "LoadRecord", "Series", "percentile", "slowdowns"]
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -58,7 +58,7 @@ class LoadRecord:
     served: dict[int, tuple[int, float]] = field(default_factory=dict)
 
 
-class LoadTimes:
+class LoadLog:
     """The loads of one node, in the order in which they were asked for.
 
     A chunk's time ends when it is in its blocks, or is known to be a miss, by the worker's clock: what a

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from kvsluice.connector.orders import StoreOrder
 from kvsluice.connector.planner import Planner
-from kvsluice.connector.replay.measure import LoadTimes
+from kvsluice.connector.replay.measure import LoadLog
 from kvsluice.connector.replay.timeline import Timeline
 from kvsluice.connector.replay.worker import ModelledWorker
 from kvsluice.connector.results import Lookup, TransferResult
@@ -41,7 +41,7 @@ class Node:
     """
 
     def __init__(
-        self, timeline: Timeline, planner: Planner, worker: ModelledWorker, loads: LoadTimes, *, step_s: float
+        self, timeline: Timeline, planner: Planner, worker: ModelledWorker, loads: LoadLog, *, step_s: float
     ) -> None:
         self.planner = planner
         self.loads = loads
@@ -77,6 +77,9 @@ class Node:
         self._send()
         self._take_results()
         self._open()
+
+    def observe_prefill(self, num_tokens: int, elapsed_s: float) -> None:
+        self.planner.observe_prefill(num_tokens, elapsed_s)
 
     def at_step(self, action: Callable[[], None]) -> None:
         """Run `action` at the next step."""

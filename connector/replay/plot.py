@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvsluice.connector.replay.measure import Series
 from kvsluice.connector.replay.run import RowResult
 from kvsluice.tiers.errors import ConfigError
 
-__all__ = ["plot"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["check", "plot"]
 
 _PANELS: Final[Sequence[tuple[str, bool, Callable[[Series], Sequence[float]]]]] = (
     ("load p99 per request [s]", True, lambda series: series.load_p99_s),
@@ -20,19 +24,29 @@ _PANELS: Final[Sequence[tuple[str, bool, Callable[[Series], Sequence[float]]]]] 
 )
 
 
+def check(path: Path) -> None:
+    """See that `plot` will be able to write to `path`, before a long run; what is there stays as it is.
+
+    Raises:
+        ConfigError: as `plot` does.
+    """
+    _new_figure()
+    try:
+        if path.exists():
+            path.open("ab").close()
+        else:
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
 def plot(rows: Sequence[RowResult], tier: str, path: Path, title: str) -> None:
     """Write a PNG: load latency, store goodput, EMA and drop rate of one tier, a line per row, the last one bold.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ConfigError("a plot needs matplotlib: pip install 'kvsluice[plot]'") from error
-    figure = Figure(figsize=(11, 10), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _new_figure()
     figure.suptitle(title)
     all_axes = figure.subplots(len(_PANELS), 1, sharex=True)
     for axes, (label, logarithmic, values) in zip(all_axes, _PANELS, strict=True):
@@ -54,4 +68,19 @@ def plot(rows: Sequence[RowResult], tier: str, path: Path, title: str) -> None:
     try:
         figure.savefig(path, format="png", dpi=100)
     except OSError as error:
-        raise ConfigError(f"the plot cannot be written to {str(path)!r}: {error}") from error
+        raise _unwritable(path, error) from error
+
+
+def _new_figure() -> Figure:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ConfigError("a plot needs matplotlib: pip install 'kvsluice[plot]'") from error
+    figure = Figure(figsize=(11, 10), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"the plot cannot be written to {str(path)!r}: {error.strerror or error}")

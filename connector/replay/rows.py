@@ -1,6 +1,8 @@
 """The policies that are set side by side: each row one more rule than the row before it.
 
-Every row is a configuration of the product; only the first one takes a queue that the product has not.
+Every row is a configuration of the product; only the first one takes a queue that the product has not. The
+last one is the product as it comes: it adapts its writers, and it alone leaves hits unused that are slower to
+load than to compute.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ _LAYERS: Final[Mapping[str, tuple[Mapping[str, object], Mapping[str, object] | N
     "+ queue in time": ({"store_concurrency": "fixed"}, {}),
     "ours": ({"store_concurrency": "adaptive"}, {}),
 }
+_LOAD_GATED: Final = frozenset({"ours"})
 ROW_NAMES: Final = tuple(_LAYERS)
 MAIN_ROWS: Final = ("one queue", "loads first", "drop", "throttle", "ours")
 """Without the steps between the plain rules and ours."""
@@ -67,8 +70,9 @@ def make_rows(tiers: Sequence[Mapping[str, object]], names: Sequence[str] = ROW_
         if name not in _LAYERS:
             raise ConfigError(f"there is no row {name!r}; the rows are {', '.join(map(repr, ROW_NAMES))}")
         own, gate = _LAYERS[name]
+        load_gate: Mapping[str, object] = {} if name in _LOAD_GATED else {"load_gate": None}
         ladder = [dict(tier) if tier.get("type") == "host" else _laid_over(tier, own, gate) for tier in tiers]
-        rows.append(Row(name, OffloadConfig.from_dict({"tiers": ladder}), one_queue=name == "one queue"))
+        rows.append(Row(name, OffloadConfig.from_dict({"tiers": ladder, **load_gate}), one_queue=name == "one queue"))
     return rows
 
 

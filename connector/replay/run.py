@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import multiprocessing
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 from kvsluice.connector.config import HostTierConfig
+from kvsluice.connector.load_gate import LoadGate
 from kvsluice.connector.replay.baseline import alone
 from kvsluice.connector.replay.measure import Latency, LoadRecord, Series, slowdowns
 from kvsluice.connector.replay.rows import Row
@@ -69,6 +73,8 @@ class RowResult:
         requests, prompt_chunks: of the trace.
         gpu_hits, tier_hits, failed_hits: prompt chunks that came from the GPU's cache, from a tier, and those
             that a tier was known to hold and that did not come.
+        slower_hits: those that a tier was known to hold and that were computed, because the load gate said that
+            to load them takes longer; in none of the others.
         load, load_chunk: per request and per chunk.
         alone, alone_chunk: the very same loads at the same times, with no store anywhere.
         slowdown_p99: of `load`'s p99 over `alone`'s.
@@ -84,6 +90,7 @@ class RowResult:
     gpu_hits: int
     tier_hits: int
     failed_hits: int
+    slower_hits: int
     load: Latency
     load_chunk: Latency
     alone: Latency
@@ -116,7 +123,8 @@ def run_row(scene: Scene, row: Row, requests: Sequence[Request], *, baseline: bo
     # A trace whose requests all come at once still has some time to it.
     window_s = max(requests[-1].time_s, scene.step_s)
     sampler = Sampler(world, window_s, NUM_INTERVALS)
-    world.timeline.run()
+    with _load_gate_unlogged():
+        world.timeline.run()
     for node in world.nodes:
         node.check_over()
     undisturbed = alone(scene, row, [node.loads.records for node in world.nodes]) if baseline else []
@@ -129,6 +137,7 @@ def run_row(scene: Scene, row: Row, requests: Sequence[Request], *, baseline: bo
         gpu_hits=sum(engine.gpu_hits for engine in world.engines),
         tier_hits=sum(engine.tier_hits for engine in world.engines),
         failed_hits=sum(engine.failed_hits for engine in world.engines),
+        slower_hits=sum(engine.slower_hits for engine in world.engines),
         load=load,
         load_chunk=_chunk_latency(loads),
         alone=load_alone,
@@ -143,6 +152,25 @@ def run_row(scene: Scene, row: Row, requests: Sequence[Request], *, baseline: bo
             if not isinstance(tier, HostTierConfig)
         },
     )
+
+
+@contextlib.contextmanager
+def _load_gate_unlogged() -> Iterator[None]:
+    """Keep to itself what a load gate of this thread warns of.
+
+    It does so once a minute of virtual time on each node, about a tier that is modelled: `slower_hits` says it.
+    """
+    logger = logging.getLogger(LoadGate.__module__)
+    thread = threading.get_ident()
+
+    def of_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    logger.addFilter(of_others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(of_others)
 
 
 def run_rows(

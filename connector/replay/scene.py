@@ -7,12 +7,12 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from kvsluice.connector.config import HostTierConfig
-from kvsluice.connector.ladder import Geometry, planned_tiers
+from kvsluice.connector.ladder import Geometry, load_gate_for, planned_tiers
 from kvsluice.connector.lane import Lane
 from kvsluice.connector.planner import Planner
 from kvsluice.connector.replay.device import Device, DeviceSpec
 from kvsluice.connector.replay.engine import Engine
-from kvsluice.connector.replay.measure import LoadTimes
+from kvsluice.connector.replay.measure import LoadLog
 from kvsluice.connector.replay.node import Node
 from kvsluice.connector.replay.rows import Row
 from kvsluice.connector.replay.threads import FifoLane, VirtualThreads
@@ -156,13 +156,15 @@ class World:
                 VirtualThreads(lane, read_threads=readers, write_threads=writers, clock=timeline),
                 tier.max_queue_s,
             )
+        geometry = self._geometry()
         planner = Planner(
             planned_tiers(config, timeline),
-            self._geometry().settings(config),
+            geometry.settings(config),
             prober=ModelledProber(contents, devices, timeline, question_s=scene.question_s),
+            load_gate=load_gate_for(config, geometry),
             clock=timeline,
         )
-        loads = LoadTimes(timeline)
+        loads = LoadLog(timeline)
         worker = ModelledWorker(
             timeline,
             rungs,

@@ -61,7 +61,7 @@ def check_all(
     Args:
         requests: at the trace's own speed, in order of time.
         jobs: processes at once.
-        row_names: at least "one queue", "drop" and "ours".
+        row_names: at least "one queue", "loads first", "drop" and "ours".
         healthy_requests: length of each steady run.
         num_nodes: that the trace is spread over in the last one, as far as its first `many_requests`.
         clock: real seconds, for how long that one takes; nothing else looks at it.

@@ -15,11 +15,9 @@ from kvsluice.connector.replay.threads import VirtualThreads
 from kvsluice.connector.replay.tier import ModelledTier
 from kvsluice.connector.replay.timeline import Timeline
 from kvsluice.tiers import reasons
-from kvsluice.tiers.backpressure import Operation, Spent
+from kvsluice.tiers.backpressure import NOTHING, Operation, Spent
 
 __all__ = ["LoadTransfer", "ModelledRung", "Shared", "StoreTransfer"]
-
-_NOTHING = Spent.alone(0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +144,7 @@ class _Write:
         self.over()
 
     def shed(self, reason: str) -> None:
-        self._done(reason, 0, self.transfer.shared.clock.now_s - self.put_s, _NOTHING, started=False)
+        self._done(reason, 0, self.transfer.shared.clock.now_s - self.put_s, NOTHING, started=False)
 
     def crashed(self, error: Exception) -> None:
         raise error

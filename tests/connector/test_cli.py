@@ -16,6 +16,7 @@ from rich.console import Console
 from kvsluice.connector import OffloadConfig
 from kvsluice.connector.calibrate import Progress, place
 from kvsluice.connector.cli import calibrate, main
+from kvsluice.connector.cli.output import terminated_as_exit
 from kvsluice.tiers import FileSystemTier, reasons
 from kvsluice.tiers.errors import TierUnavailableError
 
@@ -173,7 +174,12 @@ def test_what_is_left_behind_is_exit_code_1_and_the_result_is_printed(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+    ("number", "code", "word"),
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGTERM, 143, "terminated"),
+        (signal.SIGHUP, 129, "hung up"),
+    ],
 )
 def test_a_signal_ends_it_cleanly(tmp_path, capsys, monkeypatch, number, code, word):
     store = FileSystemTier.store
@@ -185,14 +191,43 @@ def test_a_signal_ends_it_cleanly(tmp_path, capsys, monkeypatch, number, code, w
         return store(self, key, buffer, num_bytes)
 
     monkeypatch.setattr(FileSystemTier, "store", stop)
-    before = signal.getsignal(signal.SIGTERM)
+    before = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)]
     arguments = ["--chunk-bytes", "1MiB", "--sizes", "1MiB", "--concurrency", "2", "--max-bytes", "2GiB", "--json"]
     assert main(["calibrate", str(tmp_path), *arguments]) == code
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)] == before
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines()[-1] == f"kvsluice: {word}"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_signal_does_not_stop_the_clean_up(tmp_path):
+    removed = tmp_path / "removed"
+
+    def work() -> None:
+        with terminated_as_exit():
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            finally:
+                signal.raise_signal(signal.SIGHUP)
+                signal.raise_signal(signal.SIGTERM)
+                removed.touch()
+
+    with pytest.raises(SystemExit) as ended:
+        work()
+    assert ended.value.code == 143
+    assert removed.exists()
+
+
+def test_a_signal_that_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with terminated_as_exit():
+            signal.raise_signal(signal.SIGHUP)
+            assert signal.getsignal(signal.SIGTERM) != signal.SIG_IGN
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_an_unknown_option_is_exit_code_2(capsys):

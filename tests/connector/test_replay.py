@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from kvsluice.connector.load_gate import LoadGate
 from kvsluice.connector.replay import plot as plot_module
 from kvsluice.connector.replay.device import DeviceSpec, SlowTime
 from kvsluice.connector.replay.document import document
@@ -49,7 +51,7 @@ def as_json(results: Sequence[RowResult], of: Scene) -> str:
 
 @pytest.fixture(scope="module")
 def overloaded() -> list[Request]:
-    """More than twice what the tier of `scene(1e8)` can take."""
+    """Nearly all that the tier of `scene(1e8)` can take, at times more; five times what that of `scene(3e7)` can."""
     return make_trace(seed=4, num_requests=150, requests_per_s=20)
 
 
@@ -80,7 +82,7 @@ def test_every_chunk_that_is_offered_is_kept_dropped_or_failed_and_every_load_en
 
 
 def test_an_overloaded_tier_drops_and_one_that_is_not_does_not(overloaded):
-    dropped = run_row(scene(1e8), ours(), overloaded).tiers["fs"]
+    dropped = run_row(scene(3e7), ours(), overloaded).tiers["fs"]
     assert sum(dropped.dropped.values()) > 0.3 * dropped.offered
     kept = run_row(scene(2e10), ours(), overloaded).tiers["fs"]
     assert kept.dropped == {}
@@ -130,10 +132,58 @@ def test_a_load_alone_takes_what_the_device_takes():
     assert result.each_slowdown.max_s == pytest.approx(1.0)
 
 
+def quick_to_compute(row: str, *, prefill_tokens_per_s: float = 1e6) -> RowResult:
+    """Prompts that come back again and again from a tier that takes 4 ms for a chunk; to compute one takes 0.5 ms."""
+    requests = [prompt(0.5 * turn, *range(8 * number, 8 * number + 8)) for turn, number in enumerate([0, 1] * 6)]
+    (one,) = make_rows((FS,), (row,))
+    return run_row(scene(gpu_chunks=8, prefill_tokens_per_s=prefill_tokens_per_s), one, requests)
+
+
+def test_only_ours_leaves_hits_unused_that_are_slower_to_load_than_to_compute():
+    without = quick_to_compute("+ queue in time")
+    assert without.slower_hits == 0
+    assert without.tier_hits == 10 * 8
+    gated = quick_to_compute("ours")
+    # What loads take is known after the first of them; probes aside, no other is made.
+    assert gated.slower_hits + gated.tier_hits + gated.failed_hits == 10 * 8
+    assert gated.slower_hits > gated.tier_hits > 0
+    assert gated.tiers["fs"].read == gated.tier_hits + gated.failed_hits
+    assert gated.load.count < without.load.count
+
+
+def test_a_load_gate_warns_of_no_modelled_tier_and_of_others_as_before(caplog):
+    assert quick_to_compute("ours").slower_hits > 0
+    assert caplog.records == []
+    logging.getLogger(LoadGate.__module__).warning("of a real one")
+    assert caplog.messages == ["of a real one"]
+
+
+def test_hits_that_are_faster_to_load_are_all_loaded():
+    requests = [prompt(5.0 * turn, *range(8 * number, 8 * number + 8)) for turn, number in enumerate([0, 1] * 6)]
+    result = run_row(scene(gpu_chunks=8), ours(), requests)
+    assert (result.slower_hits, result.tier_hits) == (0, 10 * 8)
+
+
+def test_an_engine_of_endless_speed_tells_no_rate_and_loads_all_it_can():
+    result = quick_to_compute("ours", prefill_tokens_per_s=math.inf)
+    assert (result.slower_hits, result.tier_hits + result.failed_hits) == (0, 10 * 8)
+
+
+def test_the_load_gate_knows_the_rate_that_is_modelled():
+    world = World(scene(prefill_tokens_per_s=12_345.0), ours())
+    world.timeline.at(0.0, partial(world.engines[0].arrive, prompt(0.0, 1, 2, 3)))
+    world.timeline.run()
+    gate = world.nodes[0].planner.stats().load_gate
+    assert gate is not None
+    assert gate.prefill_tokens_per_s == pytest.approx(12_345.0)
+    others = [World(scene(), row) for row in make_rows((FS,)) if row.name != "ours"]
+    assert [world.nodes[0].planner.stats().load_gate for world in others] == [None] * len(others)
+
+
 def test_requests_that_want_what_is_being_loaded_wait_for_it():
     early = [prompt(0.0, *range(8))]
     together = [prompt(5.0, *range(8)), prompt(5.001, *range(8), 20), prompt(5.002, *range(8), 30)]
-    result = run_row(scene(1e8, gpu_chunks=64), ours(), [*early, prompt(2.0, *range(100, 164)), *together])
+    result = run_row(scene(gpu_chunks=64), ours(), [*early, prompt(2.0, *range(100, 164)), *together])
     assert result.load.count == 1
     assert (result.tier_hits, result.gpu_hits) == (8, 16)
 

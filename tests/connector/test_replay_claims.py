@@ -31,13 +31,13 @@ def verdict() -> Verdict:
     found = check_all(
         requests,
         jobs=1,
-        row_names=("one queue", "drop", "ours"),
+        row_names=("one queue", "loads first", "drop", "ours"),
         healthy_requests=100,
         num_nodes=20,
         many_requests=200,
         on_progress=told.append,
     )
-    assert len(told) >= 1 + 3 + len(healthy_cases()) + 2
+    assert len(told) >= 1 + 4 + len(healthy_cases()) + 2
     return found
 
 
@@ -48,25 +48,32 @@ def test_every_promise_holds_in_small(verdict):
     assert names == {"load", "a", "b", "c", "d", "e", "f", "g"}
 
 
-@pytest.mark.parametrize("name", ["load", "a", "a, each", "b", "c", "d"])
+@pytest.mark.parametrize("name", ["load", "a", "a, each", "a, chunks", "a, without", "b", "c", "d"])
 def test_a_promise_that_is_broken_is_seen(verdict, name):
     rows = {row.row: row for row in verdict.rows}
-    ours, drop, queue = rows["ours"], rows["drop"], rows["one queue"]
+    ours, drop, queue, first = rows["ours"], rows["drop"], rows["one queue"], rows["loads first"]
     tier = ours.tiers[TIER]
     match name:
         case "load":
             ours = replace(ours, tiers={TIER: replace(tier, load_share=0.1)})
         case "a":
+            ours = replace(ours, load=replace(ours.load, p99_s=2.1 * ours.alone.p99_s))
+            queue = replace(queue, load=replace(queue.load, p99_s=20 * ours.load.p99_s))
+        case "a, chunks":
             ours = replace(ours, load_chunk=replace(ours.load_chunk, p99_s=2.1 * ours.alone_chunk.p99_s))
         case "a, each":
-            ours = replace(ours, each_slowdown=replace(ours.each_slowdown, p99_s=3.1))
+            ours = replace(ours, each_slowdown=replace(ours.each_slowdown, p99_s=2.01))
+        case "a, without":
+            first = replace(first, each_slowdown=replace(first.each_slowdown, p99_s=3.99))
         case "b":
             ours = replace(ours, tiers={TIER: replace(tier, goodput_share=0.8)})
         case "c":
             drop = replace(drop, tier_hits=ours.tier_hits)
         case "d":
             queue = replace(queue, slowdown_p99=9.9)
-    assert [claim.name for claim in check_rows([ours, drop, queue]) if not claim.holds] == [name]
+    broken = [claim.name for claim in check_rows([ours, drop, queue, first]) if not claim.holds]
+    # One claim of three figures.
+    assert broken == ["a" if name in ("a, each", "a, chunks") else name]
 
 
 def test_marks_that_are_too_low_for_a_tier_are_seen_to_drop():
@@ -149,6 +156,9 @@ def test_the_command_finds_the_knobs_it_is_asked_for(tmp_path, capsys):
         (["--rows", "best"], "'best'"),
         (["--spread", "random"], "'random'"),
         (["--slow", "1-2"], "'1-2'"),
+        (["--slow", "30:inf:0"], "from 30.0 s to inf s never ends"),
+        (["--slow", "30:nan:0"], "to nan s"),
+        (["--slow", "30:60:inf"], "factor inf"),
         (["--bandwidth", "fast"], "--bandwidth 'fast'"),
         (["--nodes", "0"], "num_nodes 0"),
         (["--load-share", "0.3", "--speed", "2"], "--speed"),
@@ -160,6 +170,22 @@ def test_a_wrong_option_is_refused_with_exit_code_2(trace, capsys, options, name
     out, err = capsys.readouterr()
     assert out == ""
     assert named in err
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_the_run(trace, tmp_path, capsys):
+    file = tmp_path / "file"
+    file.write_bytes(b"x")
+    for path in (tmp_path / "nowhere" / "rows.png", file / "rows.png", tmp_path):
+        # A row that there is not would be refused next: the picture is looked at first.
+        assert main(["replay", trace, "--rows", "best", "--plot", str(path)]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert f"cannot be written to '{path}'" in err
+    assert main(["replay", trace, "--rows", "best", "--plot", str(file)]) == 2
+    assert "'best'" in capsys.readouterr().err
+    assert file.read_bytes() == b"x"
+    assert main(["replay", trace, "--rows", "best", "--plot", str(tmp_path / "rows.png")]) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "trace.jsonl"]
 
 
 def test_a_malformed_trace_is_refused_with_exit_code_2(tmp_path, capsys):
@@ -187,4 +213,4 @@ def test_a_trace_without_hits_cannot_be_claimed_on():
 
 
 def test_the_rows_of_the_claims_are_rows():
-    assert {"one queue", "drop", "ours"} <= set(ROW_NAMES)
+    assert {"one queue", "loads first", "drop", "ours"} <= set(ROW_NAMES)
