@@ -35,8 +35,6 @@ __all__ = [
 ]
 
 
-
-
 @dataclass(frozen=True, slots=True)
 class StorePart:
     """One chunk to store: copy `block_ids` into `slot`, then write the slot to each of `tiers`.
