@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvsluice.connector.orders import TierState
 from kvsluice.tiers.backpressure import LOST_S, Operation, Spent, Stall, StoreLimit, Traffic
 
 __all__ = ["IoTask", "Lane", "LaneState"]
@@ -50,6 +51,20 @@ class LaneState:
     stall: Stall
     store_limit: int
     load_stall: Spent
+
+    def report(self, tier: int, used_bytes: int | None, capacity_bytes: int | None) -> TierState:
+        """The same, as the planner is told of it."""
+        return TierState(
+            tier,
+            self.queued_loads,
+            self.queued_stores,
+            self.running,
+            self.stall,
+            used_bytes,
+            capacity_bytes,
+            self.store_limit,
+            self.load_stall,
+        )
 
 
 class Lane:

@@ -22,7 +22,6 @@ from kvsluice.connector.orders import (
     ResetDone,
     ResetOrder,
     StoreOrder,
-    TierState,
     WorkerEvent,
 )
 from kvsluice.connector.region import PinnedRegion
@@ -151,19 +150,7 @@ class RankWorker:
             queue = self._queues[at]
             queue.shed_stores(reasons.QUEUE_TIMEOUT, older_than_s=tier.max_queue_s)
             usage, lane = tier.tier.usage(), queue.state()
-            states.append(
-                TierState(
-                    at,
-                    lane.queued_loads,
-                    lane.queued_stores,
-                    lane.running,
-                    lane.stall,
-                    usage.used_bytes,
-                    usage.capacity_bytes,
-                    lane.store_limit,
-                    lane.load_stall,
-                )
-            )
+            states.append(lane.report(at, usage.used_bytes, usage.capacity_bytes))
         events: list[WorkerEvent] = []
         while self._shared.events and len(events) < MAX_EVENTS_PER_REPORT:
             event = self._shared.events.popleft()

@@ -18,7 +18,6 @@ from kvsluice.connector.orders import (
     RankReport,
     ResetOrder,
     StoreOrder,
-    TierState,
     WorkerEvent,
 )
 from kvsluice.connector.replay.timeline import Timeline
@@ -88,19 +87,7 @@ class ModelledWorker:
         for at, rung in self._rungs.items():
             rung.threads.shed_stores(reasons.QUEUE_TIMEOUT, older_than_s=rung.max_queue_s)
             content, lane = rung.tier.content, rung.threads.lane.state()
-            states.append(
-                TierState(
-                    at,
-                    lane.queued_loads,
-                    lane.queued_stores,
-                    lane.running,
-                    lane.stall,
-                    content.used_bytes,
-                    content.capacity_bytes,
-                    lane.store_limit,
-                    lane.load_stall,
-                )
-            )
+            states.append(lane.report(at, content.used_bytes, content.capacity_bytes))
         waiting = self._shared.events
         events: list[WorkerEvent] = []
         while waiting and len(events) < MAX_EVENTS_PER_REPORT:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import threading
@@ -500,29 +499,19 @@ def test_the_place_takes_no_part_in_the_capacity_of_the_tier(tmp_path):
 # On a bucket.
 
 
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    from moto.server import ThreadedMotoServer
-
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
-
-
 @pytest.fixture
-def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[AnyTierConfig, Callable[[], list[str]]]]:
+def bucket(
+    s3_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[AnyTierConfig, Callable[[], list[str]]]]:
     """A tier on a bucket with a stranger's object in it, and what keys the bucket has."""
     import boto3.session
 
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test-access")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test-secret")
-    client = boto3.session.Session().client("s3", endpoint_url=endpoint, region_name="us-east-1")
+    client = boto3.session.Session().client("s3", endpoint_url=s3_endpoint, region_name="us-east-1")
     client.create_bucket(Bucket="calibrated")
     client.put_object(Bucket="calibrated", Key="team-a/mine", Body=b"stays")
-    config = {"type": "obj", "bucket": "calibrated", "prefix": "team-a", "endpoint_url": endpoint}
+    config = {"type": "obj", "bucket": "calibrated", "prefix": "team-a", "endpoint_url": s3_endpoint}
 
     def keys() -> list[str]:
         return [entry["Key"] for entry in client.list_objects_v2(Bucket="calibrated").get("Contents", ())]
@@ -576,15 +565,15 @@ def test_objects_that_cannot_be_removed_are_named(bucket, monkeypatch, caplog):
     assert left in caplog.text
 
 
-def test_no_such_bucket_is_refused_by_name(endpoint, monkeypatch):
+def test_no_such_bucket_is_refused_by_name(s3_endpoint, monkeypatch):
     keys = {"access_key": "test-access", "secret_key": "very-secret"}
-    config = {"type": "obj", "bucket": "not-there", "endpoint_url": endpoint, **keys}
+    config = {"type": "obj", "bucket": "not-there", "endpoint_url": s3_endpoint, **keys}
     tier = OffloadConfig.from_dict({"tiers": [config]}).tiers[0]
     with pytest.raises(ConfigError, match=r"bucket 'not-there' at http://.* does not exist"):
         calibrate(tier, TINY)
 
 
-def test_secrets_do_not_reach_the_snippet(endpoint, bucket):
+def test_secrets_do_not_reach_the_snippet(s3_endpoint, bucket):
     tier, _ = bucket
     keys = {"access_key": "test-access", "secret_key": "very-secret", "session_token": "session-secret"}
     config = {**tier.model_dump(exclude_unset=True), **keys}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations
 
@@ -16,7 +16,6 @@ from bench import make_key, sluice_threads
 from doubles import MemoryTier, PickledConnector, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moto.server import ThreadedMotoServer
 from safetensors.torch import load as load_safetensors
 
 from kvsluice.connector import KVLayout, OffloadConfig, ladder
@@ -114,15 +113,6 @@ POOLS: tuple[Callable[[torch.dtype, int], Pool], ...] = (
     aliased,
     small_kernel_blocks,
 )
-
-
-@pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
 
 
 def connector_for(
@@ -262,9 +252,9 @@ def test_a_permuted_layer_is_kept_in_memory_order_and_says_so(tmp_path):
 
 
 @pytest.mark.parametrize("tiers", [("obj",), ("host", "obj"), ("host", "fs", "obj")], ids="+".join)
-def test_a_chunk_goes_through_a_real_object_store_and_its_object_opens_as_safetensors(tmp_path, endpoint, tiers):
+def test_a_chunk_goes_through_a_real_object_store_and_its_object_opens_as_safetensors(tmp_path, s3_endpoint, tiers):
     client = boto3.client(
-        "s3", endpoint_url=endpoint, aws_access_key_id="a", aws_secret_access_key="b", region_name="us-east-1"
+        "s3", endpoint_url=s3_endpoint, aws_access_key_id="a", aws_secret_access_key="b", region_name="us-east-1"
     )
     bucket = "kv-" + "-".join(tiers)
     client.create_bucket(Bucket=bucket)
@@ -274,7 +264,7 @@ def test_a_chunk_goes_through_a_real_object_store_and_its_object_opens_as_safete
         "obj": {
             "type": "obj",
             "bucket": bucket,
-            "endpoint_url": endpoint,
+            "endpoint_url": s3_endpoint,
             "access_key": "a",
             "secret_key": "b",
             "region": "us-east-1",
@@ -315,9 +305,15 @@ def test_a_chunk_goes_through_a_real_object_store_and_its_object_opens_as_safete
     finish(again)
 
 
-def test_a_bucket_that_is_not_there_is_named_and_nothing_is_left_running(endpoint):
+def test_a_bucket_that_is_not_there_is_named_and_nothing_is_left_running(s3_endpoint):
     before = sluice_threads()
-    obj = {"type": "obj", "bucket": "nobody-made-this", "endpoint_url": endpoint, "access_key": "a", "secret_key": "b"}
+    obj = {
+        "type": "obj",
+        "bucket": "nobody-made-this",
+        "endpoint_url": s3_endpoint,
+        "access_key": "a",
+        "secret_key": "b",
+    }
     config = OffloadConfig.from_dict({"blocks_per_chunk": 1, "staging_bytes": "256KiB", "tiers": [obj]})
     with pytest.raises(ladder.ConfigError, match="nobody-made-this"):
         PickledConnector(config, per_layer(torch.float32, 1).layout())
