@@ -316,7 +316,7 @@ def test_with_every_switch_off_a_gate_feeds_its_detector_seconds_and_bytes_as_th
         traffic.start(is_store=True)
         clock.now_s += 1.0
         fed.on_stall(traffic.stall(), 4 * MIB)
-        assert fed.should_store(16) == plain.should_store(16)
+        assert (fed.refusal(16, 1000, 1.0) is None) == plain.should_store(16)
         assert fed.detector.stats == plain.detector.stats
     assert fed.wait_s(1000) == 0.0
 

@@ -257,7 +257,9 @@ class Gate:
             return None
         else:
             reason = reasons.GATE
-        return None if self._quiet_s >= PROBE_AFTER_S and self._may_probe() else reason
+        # Without either signal nothing that hangs is held against the tier, and the detector's word is all.
+        hangs = self._quiet_s >= PROBE_AFTER_S and (self.signals.in_flight or self.signals.queue_time)
+        return None if hangs and self._may_probe() else reason
 
     def _may_probe(self) -> bool:
         now_s = self._clock()
