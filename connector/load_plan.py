@@ -40,9 +40,10 @@ class LoadPlan:
 
     # ---- planning ----------------------------------------------------------------------------
 
-    def plan(self, keys: Sequence[bytes], block_ids: Sequence[int], timeout_s: float, skip_blocks: int) -> int:
+    def plan(self, keys: Sequence[bytes], block_ids: Sequence[int], deadline_s: float | None, skip_blocks: int) -> int:
         """Open a job and send what finds a slot."""
         books = self._books
+        timeout_s = books.settings.load_timeout_s if deadline_s is None else deadline_s
         now_s = books.clock()
         job = books.ledger.open("load", tuple(keys), now_s)
         job.expires_s = now_s + timeout_s
@@ -60,7 +61,7 @@ class LoadPlan:
             sources = {state.stands_at for state in states if state.stands_at is not None}
             patience_s = self._load_gate.patience_s(sources, job.keys, timeout_s, now_s)
             # A deadline that the caller named is the caller's own.
-            if timeout_s == books.settings.load_timeout_s:
+            if deadline_s is None:
                 job.expires_s = now_s + patience_s
         self.dispatch(now_s)
         return job.job_id

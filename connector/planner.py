@@ -103,8 +103,7 @@ class Planner:
         if deadline_s is not None and not deadline_s > 0:
             raise ValueError(f"deadline_s {deadline_s} must be positive")
         self._lookups.take_answers(self._books.clock())
-        timeout_s = self.settings.load_timeout_s if deadline_s is None else deadline_s
-        return self._loads.plan(keys, block_ids, timeout_s, skip_blocks)
+        return self._loads.plan(keys, block_ids, deadline_s, skip_blocks)
 
     def observe_prefill(self, num_tokens: int, elapsed_s: float) -> None:
         """Learn the engine's speed; see `OffloadConnector.observe_prefill`."""
