@@ -318,9 +318,10 @@ def test_a_probes_patience_is_given_once():
     assert taken_s(world, again) == pytest.approx(10.0, abs=0.02)
 
 
-def test_a_deadline_that_the_caller_named_stands_for_a_probe_too():
+@pytest.mark.parametrize("deadline_s", [1.5, 10.0], ids=["its own", "what is also the default"])
+def test_a_deadline_that_the_caller_named_stands_for_a_probe_too(deadline_s):
     world = world_with_a_probe_offered()
-    assert taken_s(world, world.load(PROBE_CHUNKS, deadline_s=1.5)) == pytest.approx(1.5, abs=0.02)
+    assert taken_s(world, world.load(PROBE_CHUNKS, deadline_s=deadline_s)) == pytest.approx(deadline_s, abs=0.02)
 
 
 def test_a_tier_that_is_well_again_is_used_although_each_probe_has_a_chunk_that_is_gone():
