@@ -78,7 +78,7 @@ class Books:
         self.generation = 0
         """Counts resets: what was begun under an earlier one must not be served."""
         self.loads_open: Counter[int] = Counter()
-        """By tier, loads that wait for it or are being read, -1 for those of slots; decided ones do not count."""
+        """By tier, loads that wait for it or are being read, `HOST` for those of slots; decided ones do not count."""
         self.skipped: Counter[str] = Counter()
         """Stores that no tier was asked to take, by reason."""
         self.unused: Counter[str] = Counter()

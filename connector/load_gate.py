@@ -24,15 +24,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvsluice.connector.load_rates import HALF_LIFE_S, PrefillRate, TierLoadTimes
+from kvsluice.connector.orders import HOST
 from kvsluice.connector.results import LoadGateStats
 from kvsluice.tiers.backpressure import Spent
 
-__all__ = ["HOST", "PROBE_CHUNKS", "LoadGate", "LoadTier"]
+__all__ = ["PROBE_CHUNKS", "LoadGate", "LoadTier"]
 
 _log = logging.getLogger(__name__)
 
-HOST: Final = -1
-"""Stands for a tier's position where a slot holds the chunk's bytes already: only the device copy is to be made."""
 PROBE_CHUNKS: Final = 8
 """The most chunks of a probe. As many as most tiers serve at once, so that it shows what the tier can do."""
 PROBE_PATIENCE: Final = 2.0

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from kvsluice.connector.account import FAULTS
 from kvsluice.connector.books import Books
 from kvsluice.connector.ledger import Job, LoadState
-from kvsluice.connector.load_gate import HOST, LoadGate
-from kvsluice.connector.orders import Loaded, LoadPart, Passed
+from kvsluice.connector.load_gate import LoadGate
+from kvsluice.connector.orders import HOST, Loaded, LoadPart, Passed
 from kvsluice.tiers import reasons
 
 __all__ = ["LoadPlan"]

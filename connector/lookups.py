@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvsluice.connector.books import Books
-from kvsluice.connector.load_gate import HOST, LoadGate
+from kvsluice.connector.load_gate import LoadGate
+from kvsluice.connector.orders import HOST
 from kvsluice.connector.prober import SupportsProbing
 from kvsluice.connector.results import Lookup
 from kvsluice.tiers import reasons

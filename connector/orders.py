@@ -10,11 +10,12 @@ was given ends with exactly one `Ended`: from then on the worker does not touch 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from kvsluice.tiers.backpressure import NOTHING, Spent, Stall
 
 __all__ = [
+    "HOST",
     "CancelOrder",
     "Copied",
     "Ended",
@@ -33,6 +34,9 @@ __all__ = [
     "WorkerEvent",
     "Wrote",
 ]
+
+HOST: Final = -1
+"""Stands for the host tier among positions in the ladder: a slot, behind no queue and no thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +134,7 @@ class Wrote:
 class Loaded:
     """A load's part is decided: copied in (`reason` is None) or a miss. `misses` are sources that failed first.
 
-    `tier` is the source that served it, -1 for a slot that held the bytes already.
+    `tier` is the source that served it, `HOST` for a slot that held the bytes already.
     """
 
     job_id: int

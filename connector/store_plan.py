@@ -12,19 +12,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from kvsluice.connector.account import TierAccount
 from kvsluice.connector.books import Books
 from kvsluice.connector.ledger import Job, StoreState
-from kvsluice.connector.orders import Copied, StorePart, Wrote
+from kvsluice.connector.orders import HOST, Copied, StorePart, Wrote
 from kvsluice.tiers import reasons
 from kvsluice.tiers.backpressure import Spent
 
 __all__ = ["StorePlan"]
-
-HOST: Final = -1
-"""Stands for the host tier among positions in the ladder: its stores need no share of any I/O tier."""
 
 
 @dataclass(slots=True)

@@ -110,7 +110,6 @@ class Device:
         self._aims = 0
         stream = spec.stream_bytes_per_s
         self._stream_bytes_per_s = spec.bytes_per_s if stream is None else min(stream, spec.bytes_per_s)
-        self.bytes_moved = 0
         for slow in spec.slow:
             timeline.at(slow.start_s, partial(self._run_at, slow.factor))
             timeline.at(slow.end_s, partial(self._run_at, 1.0))
@@ -136,7 +135,6 @@ class Device:
 
     def _move(self, num_bytes: int, done: Callable[[], None]) -> None:
         self._advance()
-        self.bytes_moved += num_bytes
         self._arrivals += 1
         heapq.heappush(self._moving, (self._attained_bytes + num_bytes, self._arrivals, done))
         self._aim()

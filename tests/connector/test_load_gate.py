@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from virtual_loads import HUNG, TOKENS, WIDTH, Distance, KnowingProber, World, look_up
 
 from kvsluice.connector.account import PlannedTier
-from kvsluice.connector.load_gate import HOST, LOG_INTERVAL_S, PROBE_CHUNKS, LoadGate, LoadTier
+from kvsluice.connector.load_gate import LOG_INTERVAL_S, PROBE_CHUNKS, LoadGate, LoadTier
 from kvsluice.connector.load_rates import HALF_LIFE_S, WARM_UP_LOADS
-from kvsluice.connector.orders import Copied, Ended, Loaded, LoadOrder, Passed, RankReport, StoreOrder, Wrote
+from kvsluice.connector.orders import HOST, Copied, Ended, Loaded, LoadOrder, Passed, RankReport, StoreOrder, Wrote
 from kvsluice.connector.planner import Planner, PlannerSettings
 from kvsluice.connector.results import Lookup
 from kvsluice.tiers import reasons

@@ -165,9 +165,6 @@ class Gate:
         self._learns = self.signals.fixed_cost_s is None and low_s is not None and max_fixed_cost_s > 0
         self._low_s_per_byte = (low_s or 0.0) / _MIB
         self._first_fixed_cost_s = self.signals.fixed_cost_s or (max_fixed_cost_s if self._learns else 0.0)
-        self._clear()
-
-    def _clear(self) -> None:
         self.fixed_cost_s = self._first_fixed_cost_s
         """Seconds of each store that are not held against the tier."""
         self._drain_s = 0.0
@@ -207,7 +204,7 @@ class Gate:
             known_s = self.fixed_cost_s
             if beyond_s < known_s:
                 # Not all the way: one that was lucky must not make the others look slow.
-                self.fixed_cost_s = known_s + FIXED_COST_FALL * ((max(0.0, beyond_s)) - known_s)
+                self.fixed_cost_s = known_s + FIXED_COST_FALL * (max(0.0, beyond_s) - known_s)
             else:
                 self.fixed_cost_s = known_s + FIXED_COST_RISE * (self._first_fixed_cost_s - known_s)
         if self.fixed_cost_s:
@@ -295,8 +292,3 @@ class Gate:
             "fixed_cost": self.fixed_cost_s,
             "store_interval": max(self._drain_s, self._stall_drain_s),
         }
-
-    def reset(self) -> None:
-        """Back to the state after construction."""
-        self._clear()
-        self.detector.reset()

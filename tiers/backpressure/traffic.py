@@ -93,12 +93,12 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True)
-class _LoadMarks:
-    """Where time and the two clocks stood when a load last ended, or the oldest began where that is later."""
+class _Marks:
+    """Where time, the clock of all and that of one kind stood at some moment."""
 
     at_s: float
     all_s: float
-    loads_s: float
+    kind_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +112,10 @@ class _Now:
     stores_s: float = 0.0
     loads_s: float = 0.0
     oldest_start_s: float | None = None
-    since_s: float | None = None
-    """None where every store under way was overtaken."""
-    since_all_s: float = 0.0
-    since_stores_s: float = 0.0
-    load: _LoadMarks | None = None
+    store: _Marks | None = None
+    """When a store last ended, or the oldest that counts began where that is later; None where none counts."""
+    load: _Marks | None = None
+    """The same of loads."""
     lost_load_since_s: float | None = None
     """Since when no load has ended although one that is taken for lost was under way; None with no such one."""
     num_loads_ever: int = 0
@@ -140,10 +139,8 @@ class Traffic:
         self._all_s = 0.0
         self._loads_s = 0.0
         self._stores_s = 0.0
-        self._ended_s = -math.inf
-        self._ended_all_s = 0.0
-        self._ended_stores_s = 0.0
-        self._ended_load = _LoadMarks(-math.inf, 0.0, 0.0)
+        self._ended_store = _Marks(-math.inf, 0.0, 0.0)
+        self._ended_load = _Marks(-math.inf, 0.0, 0.0)
         # A dict keeps the order of starting, so its first entry is the oldest.
         self._stores: dict[Operation, None] = {}
         self._loads: dict[Operation, None] = {}
@@ -176,10 +173,11 @@ class Traffic:
             else:
                 spent = Spent(now_s - operation.start_s, *operation.lost_spent)
                 del self._lost[operation]
+            ended = _Marks(now_s, all_s, kind_s)
             if operation.is_store:
-                self._ended_s, self._ended_all_s, self._ended_stores_s = now_s, self._all_s, self._stores_s
+                self._ended_store = ended
             else:
-                self._ended_load = _LoadMarks(now_s, self._all_s, self._loads_s)
+                self._ended_load = ended
             self._publish()
             return spent
 
@@ -197,14 +195,14 @@ class Traffic:
         if now.oldest_start_s is None:
             return Stall()
         now_s = self._clock()
-        if now.since_s is None:
+        if now.store is None:
             return Stall(now_s - now.oldest_start_s)
         passed_s = max(0.0, now_s - now.at_s)
         return Stall(
             now_s - now.oldest_start_s,
-            now_s - now.since_s,
-            now.all_s + passed_s / now.num_all - now.since_all_s,
-            now.stores_s + passed_s / now.num_stores - now.since_stores_s,
+            now_s - now.store.at_s,
+            now.all_s + passed_s / now.num_all - now.store.all_s,
+            now.stores_s + passed_s / now.num_stores - now.store.kind_s,
         )
 
     def load_stall(self) -> Spent:
@@ -224,7 +222,7 @@ class Traffic:
         return Spent(
             now_s - now.load.at_s,
             now.all_s + passed_s / now.num_all - now.load.all_s,
-            now.loads_s + passed_s / (now.num_all - now.num_stores) - now.load.loads_s,
+            now.loads_s + passed_s / (now.num_all - now.num_stores) - now.load.kind_s,
         )
 
     def _advance(self) -> float:
@@ -270,14 +268,13 @@ class Traffic:
             self._stores_s,
             self._loads_s,
             None if oldest is None else oldest.start_s,
-            None if store is None else max(store.start_s, self._ended_s),
-            0.0 if store is None else max(store.all_s, self._ended_all_s),
-            0.0 if store is None else max(store.kind_s, self._ended_stores_s),
-            None if load is None else self._later(load),
+            None if store is None else _later(store, self._ended_store),
+            None if load is None else _later(load, self._ended_load),
             None if waiting is None else max(waiting.start_s, self._ended_load.at_s),
             len(self._loads) + len(lost_loads),
         )
 
-    def _later(self, load: Operation) -> _LoadMarks:
-        ended = self._ended_load
-        return ended if ended.at_s >= load.start_s else _LoadMarks(load.start_s, load.all_s, load.kind_s)
+
+def _later(operation: Operation, ended: _Marks) -> _Marks:
+    """The start of `operation`, or `ended` where that is later."""
+    return ended if ended.at_s >= operation.start_s else _Marks(operation.start_s, operation.all_s, operation.kind_s)
