@@ -188,15 +188,32 @@ class FsTierConfig(IoTierConfig):
     )
 
 
+def _without_login(url: str) -> tuple[str, tuple[str, str] | None]:
+    """The URL without its `user:password@`, and these two; no message repeats the URL, which may hold a password."""
+    try:
+        parts = urlsplit(url if "://" in url else f"https://{url}")
+        host, _ = parts.hostname, parts.port
+    except ValueError as error:
+        raise ValueError("endpoint_url is not a URL") from error
+    if parts.scheme not in ("http", "https") or not host:
+        raise ValueError("endpoint_url must name a host, with http:// or https:// before it")
+    if parts.query or parts.fragment:
+        raise ValueError("endpoint_url has a query or a fragment, which an endpoint cannot have")
+    user, at, address = parts.netloc.rpartition("@")
+    name, _, password = user.partition(":")
+    return parts._replace(netloc=address).geturl(), (unquote(name), unquote(password)) if at else None
+
+
 class ObjTierConfig(IoTierConfig):
     """A bucket of an S3-compatible object store."""
 
     type: Literal["obj"] = Field("obj", description='Always "obj", the default.')
     bucket: Text = Field(description="Bucket, which must exist. No default.")
-    endpoint_url: Text | None = Field(
+    endpoint_url: Text | Annotated[tuple[Text, ...], Field(min_length=1)] | None = Field(
         None,
-        description="Where the store answers; https unless it says http://. A user:password@ in it is moved to "
-        "access_key and secret_key. Default None: AWS's own endpoint of the region.",
+        description="Where the store answers, or a list of such: requests are spread over them, and one that fails is "
+        "left out; https unless it says http://. A user:password@ in it is moved to access_key and secret_key. Default "
+        "None: AWS's own endpoint of the region.",
     )
     prefix: str = Field("", description='What every object name starts with. Default "": the bucket\'s root.')
     region: Text | None = Field(None, description="Region to sign for. Default None: what the environment says.")
@@ -213,16 +230,37 @@ class ObjTierConfig(IoTierConfig):
     addressing_style: Literal["auto", "path", "virtual"] = Field(
         "auto", description='Bucket in the path or in the host name. Default "auto": what the client finds right.'
     )
+    sign_payload: TriState = Field(
+        "auto",
+        description='Whether signatures cover the chunk\'s bytes too, which halves the rate of stores. Default "auto": '
+        "only over http:// to another host; TLS and the chunk's own checksum do it elsewhere.",
+    )
+    server_side_encryption: Text | None = Field(
+        None, description='"AES256", "aws:kms" or what else the store knows. Default None: as the bucket says.'
+    )
+    sse_kms_key_id: Text | None = Field(
+        None, description='The key for "aws:kms". Default None: the store\'s own key for it.'
+    )
+    storage_class: Text | None = Field(
+        None, description='Such as "STANDARD_IA"; one that is read at once. Default None: the bucket\'s own.'
+    )
     connect_timeout_s: Seconds = Field(
         2.0, description="Seconds for a connection to come up. Default 2.0: a store that takes longer is not there."
     )
     read_timeout_s: Seconds = Field(
+        5.0,
+        description="Seconds without a byte before a request is given up. Default 5.0: a store that is silent for longer "
+        "is in trouble, and another attempt still fits in the deadline.",
+    )
+    operation_timeout_s: Seconds = Field(
         10.0,
-        description="Seconds without a byte before a request is given up. Default 10.0: not more than a load's own "
+        description="Seconds for one load, store, lookup or removal with all its attempts. Default 10.0: as a load's own "
         "deadline, after which nobody waits for it.",
     )
     max_attempts: Count = Field(
-        2, description="Tries per request, the first one included. Default 2: the gate deals with what lasts longer."
+        3,
+        description="Tries per request, the first one included; only what may pass is tried again, at another endpoint "
+        "where there is one. Default 3: the gate and the breaker deal with what lasts longer.",
     )
     n_read_threads: Count = Field(
         8, description="Connections that serve loads. Default 8: a request's round trip is most of a chunk's time."
@@ -235,25 +273,29 @@ class ObjTierConfig(IoTierConfig):
     @model_validator(mode="before")
     @classmethod
     def _split_endpoint(cls, values: object) -> object:
-        if not isinstance(values, Mapping) or not isinstance(url := values.get("endpoint_url"), str) or not url:
+        if not isinstance(values, Mapping) or not (given := values.get("endpoint_url")):
             return values
-        # No message here repeats the URL: it may hold a password.
-        try:
-            parts = urlsplit(url if "://" in url else f"https://{url}")
-            host, _ = parts.hostname, parts.port
-        except ValueError as error:
-            raise ValueError("endpoint_url is not a URL") from error
-        if parts.scheme not in ("http", "https") or not host:
-            raise ValueError("endpoint_url must name a host, with http:// or https:// before it")
-        if parts.query or parts.fragment:
-            raise ValueError("endpoint_url has a query or a fragment, which an endpoint cannot have")
-        user, at, address = parts.netloc.rpartition("@")
-        split = {**values, "endpoint_url": parts._replace(netloc=address).geturl()}
-        if at:
+        urls = [given] if isinstance(given, str) else given
+        if not isinstance(urls, (list, tuple)) or not all(isinstance(url, str) and url for url in urls):
+            return values
+        plain = []
+        logins = set()
+        for url in urls:
+            address, login = _without_login(url)
+            plain.append(address)
+            logins.add(login)
+        if len(set(plain)) < len(plain):
+            raise ValueError("endpoint_url names the same endpoint twice")
+        split = {**values, "endpoint_url": plain[0] if isinstance(given, str) else tuple(plain)}
+        logins.discard(None)
+        if len(logins) > 1:
+            raise ValueError("endpoint_url holds different credentials: give them as access_key and secret_key")
+        for login in logins:
+            if login is None:
+                continue
             if values.get("access_key") or values.get("secret_key"):
                 raise ValueError("endpoint_url holds credentials, and access_key or secret_key does too: keep the keys")
-            name, _, password = user.partition(":")
-            split.update(access_key=unquote(name), secret_key=unquote(password))
+            split.update(access_key=login[0], secret_key=login[1])
         return split
 
     @model_validator(mode="after")

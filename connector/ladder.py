@@ -211,9 +211,14 @@ def open_tier(tier: AnyTierConfig, namespace: str, facts: Mapping[str, object] |
                 session_token=tier.session_token.get_secret_value() if tier.session_token else None,
                 ca_bundle=tier.ca_bundle,
                 addressing_style=tier.addressing_style,
+                sign_payload=tier.sign_payload,
+                server_side_encryption=tier.server_side_encryption,
+                sse_kms_key_id=tier.sse_kms_key_id,
+                storage_class=tier.storage_class,
                 max_connections=tier.n_read_threads + tier.n_write_threads + 1,
                 connect_timeout_s=tier.connect_timeout_s,
                 read_timeout_s=tier.read_timeout_s,
+                operation_timeout_s=tier.operation_timeout_s,
                 max_attempts=tier.max_attempts,
             )
         case _:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import abc
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
 from kvsluice.tiers.errors import ClosedError
@@ -43,6 +43,8 @@ class TierUsage:
     used_bytes: int | None = None
     capacity_bytes: int | None = None
     evicted_chunks: int = 0
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """How often each kind of failure came, such as `"503 SlowDown"`; a tier knows few kinds."""
 
 
 class Tier(abc.ABC):

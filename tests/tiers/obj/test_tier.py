@@ -6,9 +6,7 @@ import json
 import socket
 import sys
 
-import boto3.session
 import pytest
-from botocore.exceptions import ClientError, ConnectTimeoutError
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +19,8 @@ from kvsluice.tiers.errors import (
     TierUnavailableError,
 )
 from kvsluice.tiers.obj import ObjectTier
-from kvsluice.tiers.obj_client import endpoint_of, failure_of, signs_payload
+from kvsluice.tiers.obj.access import endpoint_of, signs_payload
+from kvsluice.tiers.obj.failures import RequestFailedError
 from kvsluice.tiers.reasons import DISK_FULL, IO_ERROR, MISSING, OVERSIZE, SHORT
 
 KEY = bytes(range(34))
@@ -32,15 +31,6 @@ def view(image: bytes) -> memoryview:
     return memoryview(bytearray(image))
 
 
-_session = boto3.session.Session()
-
-
-@pytest.fixture(autouse=True)
-def one_session(monkeypatch):
-    """A new session parses megabytes of service descriptions: ten times the cost of its client."""
-    monkeypatch.setattr(boto3.session, "Session", lambda: _session)
-
-
 @pytest.fixture
 def tier(bucket):
     tier = ObjectTier(bucket.name, prefix="/team-a/", namespace="ab12", **bucket.credentials)
@@ -49,19 +39,8 @@ def tier(bucket):
 
 
 @pytest.fixture
-def scripted_tier(scripted):
-    tier = ObjectTier(
-        "kv-test",
-        endpoint_url=scripted.endpoint_url,
-        access_key="AKIA-TEST",
-        secret_key="very-secret",
-        session_token="session-secret",
-        max_attempts=1,
-        read_timeout_s=5.0,
-    )
-    scripted.requests.clear()
-    yield tier
-    tier.close()
+def scripted_tier(make_scripted_tier):
+    return make_scripted_tier(access_key="AKIA-TEST", secret_key="very-secret", session_token="session-secret")
 
 
 def test_passes_the_conformance_suite(bucket):
@@ -107,7 +86,7 @@ def test_scan_and_clear_leave_other_namespaces_and_the_facts(bucket):
 
 
 def test_clear_goes_in_batches(bucket, tier, monkeypatch):
-    monkeypatch.setattr("kvsluice.tiers.obj._DELETE_BATCH", 3)
+    monkeypatch.setattr("kvsluice.tiers.obj.tier._DELETE_BATCH", 3)
     for index in range(7):
         tier.store(bytes([index]), view(IMAGE), 10)
     assert tier.clear() == 7
@@ -199,7 +178,7 @@ def test_each_refusal_is_told_apart_and_counted(scripted, scripted_tier, answer,
     with pytest.raises(TierUnavailableError, match=f"status {status}, code {code}") as caught:
         getattr(scripted_tier, action)(KEY, view(IMAGE), len(IMAGE))
     assert caught.value.reason == reason
-    assert isinstance(caught.value.__cause__, ClientError)
+    assert isinstance(caught.value.__cause__, RequestFailedError)
     assert "server words" not in str(caught.value)
     assert scripted_tier.failure_counts() == {f"{status} {code}": 1}
 
@@ -281,15 +260,12 @@ def test_a_connection_that_is_hung_up_is_unavailable(scripted, scripted_tier, an
         scripted_tier.load(KEY, view(IMAGE), len(IMAGE))
 
 
-def test_attempts_are_bounded(scripted, answer, monkeypatch):
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    tier = ObjectTier("kv-test", endpoint_url=scripted.endpoint_url, access_key="a", secret_key="b", max_attempts=2)
-    scripted.requests.clear()
+def test_attempts_are_bounded(scripted, make_scripted_tier, answer):
+    tier = make_scripted_tier(max_attempts=2)
     scripted.script = lambda request: answer.error(503, "SlowDown")
     with pytest.raises(TierUnavailableError, match="the server asks for fewer requests"):
         tier.load(KEY, view(IMAGE), 10)
     assert len(scripted.requests) == 2
-    tier.close()
 
 
 def test_a_missing_bucket_is_a_configuration_error_that_names_it(bucket):
@@ -316,7 +292,7 @@ def test_facts_that_may_not_be_written_are_a_warning(scripted, answer, caplog):
     scripted.script = lambda request: (
         answer.error(403, "AccessDenied")
         if request.method == "PUT"
-        else answer(200 if request.path == "/kv-test" else 404)
+        else answer(200 if request.path == "/kv-test/" else 404)
     )
     ObjectTier(
         "kv-test", endpoint_url=scripted.endpoint_url, access_key="a", secret_key="b", namespace_facts={"a": 1}
@@ -388,12 +364,6 @@ def test_an_endpoint_that_is_no_http_url_is_refused(endpoint):
         endpoint_of(endpoint)
 
 
-def test_a_failure_without_an_answer_is_named_by_its_kind():
-    failure = failure_of(ConnectTimeoutError(endpoint_url="http://s3.example"))
-    assert failure.status is None
-    assert failure.label == "ConnectTimeoutError"
-
-
 def test_a_closed_tier_says_so(tier):
     tier.close()
     with pytest.raises(ClosedError, match="'obj' is closed"):
@@ -411,9 +381,12 @@ def test_bisecting_finds_every_prefix(num_keys, num_held):
     class Bisecting(ObjectTier):
         def __init__(self) -> None:
             self._closed = False
-            self._base = ""
+            self._base = self._quoted_base = ""
 
-        def _holds(self, object_key: str) -> bool:
+        def _end_s(self) -> float:
+            return 0.0
+
+        def _holds(self, object_key: str, end_s: float) -> bool:
             return object_key in held
 
     tier = Bisecting()

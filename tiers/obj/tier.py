@@ -1,0 +1,404 @@
+"""The object tier: one S3 object per chunk."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import ClassVar, Final, Literal
+from urllib.parse import quote
+
+from kvsluice.tiers.base import Tier, TierUsage
+from kvsluice.tiers.errors import ChunkDamagedError, ChunkMissingError, ConfigError, TierUnavailableError
+from kvsluice.tiers.names import NAMESPACE_FILE, check_namespace, facts_document, file_name, key_of
+from kvsluice.tiers.obj.access import Access, AccessOptions, boto_errors, endpoint_of, failure_of_boto
+from kvsluice.tiers.obj.endpoints import Endpoint, Endpoints
+from kvsluice.tiers.obj.failures import ObjectFailure, RequestFailedError
+from kvsluice.tiers.obj.requests import Request, Requests, no_body
+from kvsluice.tiers.obj.wire import HttpPool, Response, Timeouts
+from kvsluice.tiers.reasons import DISK_FULL, IO_ERROR, MISSING, OVERSIZE, SHORT
+
+__all__ = ["ObjectTier"]
+
+logger = logging.getLogger(__name__)
+
+_DELETE_BATCH: Final = 1000
+"""The most keys that DeleteObjects takes, by the S3 reference."""
+_CLOSE_S: Final = 2.0
+"""What is waited for a probe that is under way; its connections are ended, so it takes no time."""
+
+
+class ObjectTier(Tier):
+    """Chunks as objects `<prefix>/<namespace>/<key in hex>.safetensors` of one bucket.
+
+    A chunk is put with `If-None-Match: *`, so that of several writers one wins and no other bytes take the place of
+    its; whether the server enforces that is tried out at the start, and one that does not is asked with HEAD before
+    each PUT. Bytes go between the caller's buffer and the socket without a copy. Payloads are not signed except over
+    plain http to another host: the chunk's header carries its own checksum, and signing costs PUT half its throughput.
+
+    An operation ends by its deadline, with all its attempts; only what may pass is tried again. An endpoint that fails
+    several times in a row is left alone until it answers a probe: its operations fail at once. Of several endpoints
+    the least busy that is well is used.
+
+    Thread-safe. Secrets are handed to boto3 and kept nowhere else.
+
+    Args:
+        bucket: must exist.
+        prefix: put before the namespace; slashes at its ends do not matter.
+        namespace: one plain path component, normally a hex digest.
+        namespace_facts: written to `namespace.json` where that is absent; must hold no secrets.
+        name: what errors and metrics call this tier.
+        endpoint_url: one, or several of the same store; `None` for AWS; without a scheme it is taken as https.
+        region: `None` for what the environment says, or us-east-1.
+        access_key, secret_key, session_token: `None` for boto3's own search, which also renews them in time.
+        ca_bundle: a PEM file of certificates to trust instead of boto3's own list.
+        addressing_style: where the bucket's name stands in the URL.
+        sign_payload: "on", "off", or "auto", as above.
+        server_side_encryption, sse_kms_key_id, storage_class: passed on with every PUT, in S3's own words.
+        max_connections: kept open; give one per thread that uses the tier. Each operation under way has one.
+        connect_timeout_s: for a connection to come up, per address.
+        read_timeout_s: without a byte.
+        operation_timeout_s: for one store, load, lookup or delete as a whole. Resolving a host's name is the
+            operating system's, and not bounded by it.
+        max_attempts: the first one included.
+        clock: seconds, monotonic.
+
+    Raises:
+        ConfigError: boto3 is absent, or the bucket or its endpoint cannot be used; it says why.
+    """
+
+    tier_type: ClassVar[str] = "obj"
+    probe_keys: ClassVar[int] = 16_384
+    """A question of that many keys costs 16 requests."""
+
+    def __init__(
+        self,
+        bucket: str,
+        *,
+        prefix: str = "",
+        namespace: str = "default",
+        namespace_facts: Mapping[str, object] | None = None,
+        name: str = "obj",
+        endpoint_url: str | Sequence[str] | None = None,
+        region: str | None = None,
+        access_key: str | None = None,
+        secret_key: str | None = None,
+        session_token: str | None = None,
+        ca_bundle: str | None = None,
+        addressing_style: Literal["auto", "path", "virtual"] = "auto",
+        sign_payload: Literal["auto", "on", "off"] = "auto",
+        server_side_encryption: str | None = None,
+        sse_kms_key_id: str | None = None,
+        storage_class: str | None = None,
+        max_connections: int = 16,
+        connect_timeout_s: float = 2.0,
+        read_timeout_s: float = 5.0,
+        operation_timeout_s: float = 10.0,
+        max_attempts: int = 3,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(name)
+        check_namespace(namespace)
+        self._bucket = bucket
+        self._base = "/".join(part for part in (prefix.strip("/"), namespace) if part) + "/"
+        self._quoted_base = quote(self._base, safe="/~")
+        self._operation_timeout_s = operation_timeout_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._is_conditional = True
+        self._put_headers = {
+            header: value
+            for header, value in (
+                ("x-amz-server-side-encryption", server_side_encryption),
+                ("x-amz-server-side-encryption-aws-kms-key-id", sse_kms_key_id),
+                ("x-amz-storage-class", storage_class),
+            )
+            if value is not None
+        }
+        urls: Sequence[str | None] = (
+            [endpoint_url] if endpoint_url is None or isinstance(endpoint_url, str) else endpoint_url
+        )
+        if not urls or len(set(urls)) != len(urls):
+            raise ConfigError(
+                f"endpoint_url names {len(urls)} endpoints, {len(set(urls))} of them different: give each once"
+            )
+        for url in urls:
+            endpoint_of(url)
+        self._access = Access(
+            bucket,
+            AccessOptions(
+                region=region,
+                access_key=access_key,
+                secret_key=secret_key,
+                session_token=session_token,
+                ca_bundle=ca_bundle,
+                addressing_style=addressing_style,
+                sign_payload=sign_payload,
+                connect_timeout_s=connect_timeout_s,
+                read_timeout_s=read_timeout_s,
+                max_attempts=max_attempts,
+            ),
+            clock=clock,
+        )
+        timeouts = Timeouts(connect_timeout_s, read_timeout_s)
+        places = [self._access.place(url) for url in urls]
+        self._endpoints = Endpoints(
+            [Endpoint(place, HttpPool(place.target, timeouts, max_connections, clock)) for place in places],
+            lambda endpoint: self._requests.probe(endpoint, Request("HEAD", self._quoted_base + NAMESPACE_FILE)),
+            name,
+        )
+        self._requests = Requests(self._access, self._endpoints, max_attempts=max_attempts, clock=clock)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            self._check_bucket()
+            self._write_facts(None if namespace_facts is None else facts_document(namespace_facts))
+            undo.pop_all()
+
+    def __repr__(self) -> str:
+        return f"ObjectTier(name={self.name!r}, bucket={self._bucket!r}, base={self._base!r})"
+
+    def object_key(self, key: bytes) -> str:
+        """The object's key in the bucket, held or not.
+
+        Raises:
+            ValueError: no key is that long, or empty.
+        """
+        return self._base + file_name(key)
+
+    # ---- chunks ------------------------------------------------------------------------------
+
+    def store(self, key: bytes, buffer: memoryview, num_bytes: int) -> int:
+        self._check_image(buffer, num_bytes)
+        name = self._quoted_base + file_name(key)
+        return num_bytes if self._put_if_absent(name, buffer[:num_bytes], self._end_s()) else 0
+
+    def load(self, key: bytes, buffer: memoryview, num_bytes: int) -> int:
+        self._check_image(buffer, num_bytes)
+        object_key = self.object_key(key)
+
+        def receive(response: Response) -> None:
+            if response.length is not None and response.length != num_bytes:
+                raise self._damaged(object_key, response.length, num_bytes)
+            if response.length is not None:
+                response.read_exactly(buffer[:num_bytes])
+                return
+            # Without a length the end itself is the proof.
+            found = response.read_up_to(buffer[:num_bytes])
+            found += response.read_up_to(memoryview(bytearray(1))) if found == num_bytes else 0
+            if found != num_bytes:
+                raise self._damaged(object_key, found, num_bytes)
+
+        try:
+            self._requests.send(Request("GET", quote(object_key, safe="/~")), self._end_s(), receive)
+        except RequestFailedError as error:
+            if error.failure.is_missing_key:
+                raise ChunkMissingError(f"{self.name}: no object {object_key}", reason=MISSING) from error
+            raise self._unavailable("get", object_key, error) from error
+        return num_bytes
+
+    def held_prefix(self, keys: Sequence[bytes]) -> int:
+        """As `Tier.held_prefix`, bisecting: 1 request where nothing is held, 2 where all is, else 2 + log2(N).
+
+        Both ends are asked first, as most prefixes are wholly known or wholly new.
+        """
+        self._check_open()
+        names = [self._quoted_base + file_name(key) for key in keys]
+        end_s = self._end_s()
+        if not names or not self._holds(names[0], end_s):
+            return 0
+        if len(names) == 1 or self._holds(names[-1], end_s):
+            return len(names)
+        held, missing = 0, len(names) - 1
+        while missing - held > 1:
+            middle = (held + missing) // 2
+            if self._holds(names[middle], end_s):
+                held = middle
+            else:
+                missing = middle
+        return missing
+
+    def delete(self, key: bytes) -> bool:
+        """As `Tier.delete`; two requests, as DELETE does not say whether there was anything."""
+        self._check_open()
+        name = self._quoted_base + file_name(key)
+        end_s = self._end_s()
+        if not self._holds(name, end_s):
+            return False
+        try:
+            self._requests.send(Request("DELETE", name), end_s, no_body)
+        except RequestFailedError as error:
+            raise self._unavailable("delete", name, error) from error
+        return True
+
+    def scan(self) -> Iterator[bytes]:
+        self._check_open()
+        for object_key in self._list():
+            key = key_of(object_key[len(self._base) :])
+            if key is not None:
+                yield key
+
+    def clear(self) -> int:
+        """As `Tier.clear`, a thousand objects a request; `namespace.json` stays."""
+        dropped = 0
+        batch: list[str] = []
+        for key in self.scan():
+            batch.append(self.object_key(key))
+            if len(batch) == _DELETE_BATCH:
+                dropped += self._delete_batch(batch)
+                batch = []
+        return dropped + (self._delete_batch(batch) if batch else 0)
+
+    # ---- observation and end -----------------------------------------------------------------
+
+    def usage(self) -> TierUsage:
+        return TierUsage(failures=self.failure_counts())
+
+    def failure_counts(self) -> dict[str, int]:
+        """How often operations failed for good, by kind: `"503 SlowDown"`, `"timeout"`."""
+        return self._requests.failure_counts()
+
+    def close(self) -> None:
+        """As `Tier.close`; operations under way fail at once."""
+        if not self._closed:
+            super().close()
+            self._endpoints.close(_CLOSE_S)
+            self._access.close()
+
+    # ---- the start ---------------------------------------------------------------------------
+
+    def _check_bucket(self) -> None:
+        """Ask every endpoint for the bucket; one that cannot be reached is borne where another can.
+
+        Raises:
+            ConfigError: the bucket does not exist or may not be used, or nobody answers.
+        """
+        unreachable: list[RequestFailedError] = []
+        for endpoint in self._endpoints.all:
+            where = f"bucket {self._bucket!r} at {endpoint.place.url or 'AWS'}"
+            try:
+                self._requests.ask_one(endpoint, Request("HEAD", ""), self._end_s())
+            except RequestFailedError as error:
+                failure = error.failure
+                if failure.region is not None or failure.status in (301, 307):
+                    raise ConfigError(f"{where} is in another region: set region ({failure})") from error
+                if failure.status == 404:
+                    raise ConfigError(f"{where} does not exist") from error
+                if failure.status in (400, 401, 403):
+                    raise ConfigError(
+                        f"{where} may not be used with these credentials: {failure}; s3:ListBucket, s3:GetObject and"
+                        " s3:PutObject are needed"
+                    ) from error
+                unreachable.append(error)
+                if len(unreachable) == len(self._endpoints.all):
+                    raise ConfigError(f"{where} cannot be reached: {failure}") from error
+                logger.warning("%s: %s cannot be reached: %s", self.name, where, failure)
+
+    def _write_facts(self, document: bytes | None) -> None:
+        """Put `namespace.json`, and find out with it whether conditions on PUT are enforced.
+
+        Without facts an object of another name is put, and removed.
+        """
+        name = self._quoted_base + (NAMESPACE_FILE if document is not None else f"probe-{secrets.token_hex(8)}")
+        body = memoryview(document or b"{}")
+        end_s = self._end_s()
+        try:
+            if self._put_if_absent(name, body, end_s):
+                # It was not there. Now that it is, a second one has to be refused.
+                if self._is_conditional and self._put_if_absent(name, body, end_s):
+                    self._is_conditional = False
+                    logger.warning("%s: the server ignores If-None-Match on PUT: asking with HEAD first", self.name)
+                if document is None:
+                    self._requests.send(Request("DELETE", name), end_s, no_body)
+        except (TierUnavailableError, RequestFailedError) as error:
+            # A reader without the right to write can still load; only tools miss the facts.
+            logger.warning("%s: %s could not be written: %s", self.name, name, error)
+
+    # ---- requests ----------------------------------------------------------------------------
+
+    def _end_s(self) -> float:
+        return self._clock() + self._operation_timeout_s
+
+    def _put_if_absent(self, name: str, body: memoryview, end_s: float) -> bool:
+        """Whether this call put the object: no if it was there."""
+        if self._is_conditional:
+            try:
+                self._requests.send(
+                    Request("PUT", name, "", {**self._put_headers, "if-none-match": "*"}, body), end_s, no_body
+                )
+            except RequestFailedError as error:
+                if error.failure.is_held_already:
+                    return False
+                if not error.failure.is_not_implemented:
+                    raise self._unavailable("put", name, error) from error
+                self._is_conditional = False
+                logger.warning("%s: the server knows no If-None-Match on PUT: asking with HEAD first", self.name)
+            else:
+                return True
+        if self._holds(name, end_s):
+            return False
+        try:
+            self._requests.send(Request("PUT", name, "", self._put_headers, body), end_s, no_body)
+        except RequestFailedError as error:
+            raise self._unavailable("put", name, error) from error
+        return True
+
+    def _holds(self, name: str, end_s: float) -> bool:
+        try:
+            self._requests.send(Request("HEAD", name), end_s, no_body)
+        except RequestFailedError as error:
+            if error.failure.is_missing_key:
+                return False
+            raise self._unavailable("look up", name, error) from error
+        return True
+
+    def _list(self) -> Iterator[str]:
+        with self._calling_boto("list", self._base) as endpoint:
+            pages = self._access.client(endpoint.place.url).get_paginator("list_objects_v2")
+            for page in pages.paginate(Bucket=self._bucket, Prefix=self._base):
+                yield from [entry["Key"] for entry in page.get("Contents", ())]
+
+    def _delete_batch(self, object_keys: list[str]) -> int:
+        with self._calling_boto("clear", self._base) as endpoint:
+            response = self._access.client(endpoint.place.url).delete_objects(
+                Bucket=self._bucket, Delete={"Objects": [{"Key": key} for key in object_keys], "Quiet": True}
+            )
+        errors = response.get("Errors", [])
+        if errors:
+            failure = ObjectFailure(200, errors[0].get("Code", "unknown"), "status")
+            raise self._unavailable(f"delete {len(errors)} objects below", self._base, RequestFailedError(failure))
+        return len(object_keys)
+
+    @contextlib.contextmanager
+    def _calling_boto(self, action: str, what: str) -> Iterator[Endpoint]:
+        """An endpoint for calls of boto3, which has its own retries; their failures as the tier's."""
+        try:
+            with self._endpoints.enter("read") as permit:
+                try:
+                    yield permit.endpoint
+                except boto_errors() as error:
+                    failure = failure_of_boto(error)
+                    permit.failed(failure)
+                    raise RequestFailedError(failure) from error
+                except BaseException:
+                    permit.ignored()
+                    raise
+                permit.succeeded()
+        except RequestFailedError as error:
+            raise self._unavailable(action, what, error) from error
+
+    def _damaged(self, object_key: str, found_bytes: int, num_bytes: int) -> ChunkDamagedError:
+        return ChunkDamagedError(
+            f"{self.name}: object {object_key} has {found_bytes} bytes, the chunk has {num_bytes}",
+            reason=SHORT if found_bytes < num_bytes else OVERSIZE,
+        )
+
+    def _unavailable(self, action: str, what: str, error: RequestFailedError) -> TierUnavailableError:
+        failure = error.failure
+        self._requests.count(failure)
+        return TierUnavailableError(
+            f"{self.name}: could not {action} {what} in bucket {self._bucket}: {failure}",
+            reason=DISK_FULL if failure.is_full else IO_ERROR,
+        )

@@ -1,0 +1,361 @@
+"""HTTP connections on which no wait is longer than an operation has left, and a pool of them.
+
+Bodies go from the caller's memory to the socket and back without a copy: `http.client` sends a
+memoryview as it is, and reads straight into one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import io
+import itertools
+import select
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+from urllib.parse import SplitResult
+
+from typing_extensions import Buffer
+
+from kvsluice.tiers.obj.failures import DEADLINE, SHORT_BODY, ObjectFailure, RequestFailedError, failure_of_error
+
+__all__ = ["Connection", "HttpPool", "Response", "Target", "Timeouts"]
+
+_SEND_WINDOW_BYTES: Final = 1 << 20
+"""What is sent under one timeout: a socket's `sendall` takes its timeout for all that it is given."""
+_ERROR_BODY_BYTES: Final = 16 << 10
+"""What is read of an answer that tells of a failure: its code stands at the start."""
+_MAX_IDLE_S: Final = 20.0
+"""AWS closes idle connections after about that; firewalls that drop them in silence wait minutes."""
+_EARLY_ANSWER_S: Final = 1.0
+"""How long an answer is waited for after the server has stopped reading the body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds: for a connection to come up, and without a byte on one that is."""
+
+    connect_s: float
+    read_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where connections go.
+
+    Attributes:
+        host, port: of the store.
+        tls: the context to wrap connections in; None for plain http.
+        proxy: an http proxy to go through; None for the straight way.
+        proxy_headers: what it wants to see, such as credentials: never to be shown.
+    """
+
+    host: str
+    port: int
+    tls: ssl.SSLContext | None
+    proxy: SplitResult | None = None
+    proxy_headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
+class _Reader(io.RawIOBase):
+    """The reading side, for `http.client`'s buffered reader."""
+
+    def __init__(self, timed: _TimedSocket) -> None:
+        super().__init__()
+        self._timed = timed
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Buffer, /) -> int:
+        return self._timed.recv_into(buffer)
+
+
+class _TimedSocket:
+    """What `http.client` sees as its socket. Each wait ends at `read_s` of silence, or at the operation's deadline."""
+
+    def __init__(self, sock: socket.socket, read_s: float, clock: Callable[[], float]) -> None:
+        self.sock = sock
+        self.read_s = read_s
+        self.end_s = 0.0
+        self._clock = clock
+
+    def recv_into(self, buffer: Buffer) -> int:
+        self._arm()
+        return self.sock.recv_into(buffer)
+
+    def sendall(self, data: Buffer) -> None:
+        view = memoryview(data)
+        for start in range(0, view.nbytes, _SEND_WINDOW_BYTES):
+            self._arm()
+            self.sock.sendall(view[start : start + _SEND_WINDOW_BYTES])
+
+    def makefile(self, mode: str, bufsize: int | None = None) -> io.BufferedReader:
+        del mode, bufsize  # `http.client` asks for a reader alone.
+        return io.BufferedReader(_Reader(self))
+
+    def close(self) -> None:
+        """Nothing: `http.client` closes after the head of a last answer, whose body is still to be read."""
+
+    def _arm(self) -> None:
+        left_s = self.end_s - self._clock()
+        if left_s <= 0:
+            raise RequestFailedError(ObjectFailure(None, "", DEADLINE))
+        self.sock.settimeout(min(left_s, self.read_s))
+
+
+class Response:
+    """An answer whose body has not been read. Used by one thread, within the `Connection` that gave it."""
+
+    def __init__(self, raw: http.client.HTTPResponse) -> None:
+        self._raw = raw
+        self.status = raw.status
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """By lower-case name."""
+        return {name.lower(): value for name, value in self._raw.getheaders()}
+
+    @property
+    def length(self) -> int | None:
+        """The body's declared length; None where the end itself is the only sign."""
+        return self._raw.length
+
+    def read_exactly(self, view: memoryview) -> None:
+        """Fill `view` with the next bytes of the body.
+
+        Raises:
+            RequestFailedError: the body ended before.
+        """
+        position = 0
+        while position < view.nbytes:
+            count = self._raw.readinto(view[position:])
+            if not count:
+                words = f"the body ended after {position} of {view.nbytes} bytes"
+                raise RequestFailedError(ObjectFailure(None, words, SHORT_BODY))
+            position += count
+
+    def read_up_to(self, view: memoryview) -> int:
+        """Read into `view` until it is full or the body ends; the bytes that came."""
+        position = 0
+        while position < view.nbytes and (count := self._raw.readinto(view[position:])):
+            position += count
+        return position
+
+    def read_words(self) -> bytes:
+        """The start of a body that tells of a failure."""
+        return self._raw.read(_ERROR_BODY_BYTES)
+
+    def finish(self) -> bool:
+        """Whether nothing of the body is left, so that the connection can serve again."""
+        raw = self._raw
+        if raw.will_close:
+            return False
+        if not raw.isclosed() and not raw.length:
+            # No body, or one in pieces, whose end is a piece too.
+            raw.read(1)
+        return raw.isclosed()
+
+
+class Connection:
+    """One HTTP/1.1 connection, used by one thread at a time; `abort` may come from any."""
+
+    def __init__(self, timed: _TimedSocket, host: str, port: int, read_s: float) -> None:
+        self._timed = timed
+        self._read_s = read_s
+        self._http = http.client.HTTPConnection(host, port)
+        # It would come back without TLS, and without our timeouts.
+        self._http.auto_open = 0
+        # Of a socket it uses `sendall`, `makefile` and `close` alone.
+        self._http.sock = timed
+        self.idle_since_s = 0.0
+        self.served = 0
+
+    def ask(
+        self,
+        method: str,
+        target: str,
+        headers: Mapping[str, str],
+        body: memoryview | None,
+        end_s: float,
+        read_s: float | None = None,
+    ) -> Response:
+        """Send one request, wait for the head of its answer. After an error the connection is to be closed.
+
+        Args:
+            end_s: when to give up, on the clock of the pool; holds for reading the body too.
+            read_s: silence to bear, where that is not the pool's.
+        """
+        self._timed.end_s = end_s
+        self._timed.read_s = self._read_s if read_s is None else read_s
+        self._http.putrequest(method, target, skip_host=True, skip_accept_encoding=True)
+        for name, value in headers.items():
+            self._http.putheader(name, value)
+        try:
+            self._http.endheaders(body)
+        except ConnectionError:
+            # A server that refuses a large body answers and closes without reading it: the answer tells more than
+            # the reset does.
+            self._timed.read_s = min(self._timed.read_s, _EARLY_ANSWER_S)
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                response = Response(self._http.getresponse())
+                if response.status >= 400:
+                    return response
+            raise
+        response = Response(self._http.getresponse())
+        self.served += 1
+        return response
+
+    def is_dropped(self) -> bool:
+        """Whether the server has ended it, or sent what nobody asked for, while it was idle."""
+        poll = select.poll()
+        poll.register(self._timed.sock, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def abort(self) -> None:
+        """End whatever wait is going on in it; its thread sees an error."""
+        with contextlib.suppress(OSError):
+            self._timed.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._http.close()
+        self._timed.sock.close()
+
+
+class HttpPool:
+    """Connections to one target, the one used last first. Thread-safe.
+
+    As many are open as operations run at once; at most `max_idle` are kept.
+    """
+
+    def __init__(
+        self, target: Target, timeouts: Timeouts, max_idle: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._target = target
+        self._timeouts = timeouts
+        self._max_idle = max_idle
+        self._clock = clock
+        self._idle: deque[Connection] = deque()
+        self._busy: set[Connection] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._turn = itertools.count()
+
+    def take(self, end_s: float, *, fresh: bool = False) -> Connection:
+        """An idle connection, or a new one; `fresh` insists on the latter.
+
+        Raises:
+            RequestFailedError: none came up.
+        """
+        while not fresh:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                break
+            if self._clock() - connection.idle_since_s < _MAX_IDLE_S and not connection.is_dropped():
+                return self._lend(connection)
+            connection.close()
+        try:
+            return self._lend(self._open(end_s))
+        except (OSError, http.client.HTTPException) as error:
+            raise RequestFailedError(failure_of_error(error, connecting=True)) from error
+
+    def give(self, connection: Connection) -> None:
+        """Take back one whose last answer was read to its end."""
+        with self._lock:
+            self._busy.discard(connection)
+            if not self._closed and len(self._idle) < self._max_idle:
+                connection.idle_since_s = self._clock()
+                self._idle.append(connection)
+                return
+        connection.close()
+
+    def drop(self, connection: Connection) -> None:
+        """Take back one that cannot serve again."""
+        with self._lock:
+            self._busy.discard(connection)
+        connection.close()
+
+    def close(self) -> None:
+        """End all connections; operations that wait on one fail at once. Idempotent."""
+        with self._lock:
+            self._closed = True
+            idle, busy = list(self._idle), list(self._busy)
+            self._idle.clear()
+            for connection in busy:
+                connection.abort()
+        for connection in idle:
+            connection.close()
+
+    def _lend(self, connection: Connection) -> Connection:
+        with self._lock:
+            if not self._closed:
+                self._busy.add(connection)
+                return connection
+        connection.close()
+        raise RequestFailedError(ObjectFailure(None, "", "closed"))
+
+    def _open(self, end_s: float) -> Connection:
+        target = self._target
+        proxy = target.proxy
+        host = target.host if proxy is None else proxy.hostname or ""
+        port = target.port if proxy is None else proxy.port or 80
+        sock = self._connect(host, port, end_s)
+        try:
+            timed = _TimedSocket(sock, self._timeouts.connect_s, self._clock)
+            timed.end_s = end_s
+            if target.tls is not None:
+                if proxy is not None:
+                    self._tunnel(timed)
+                sock.settimeout(self._left_s(end_s))
+                sock = target.tls.wrap_socket(sock, server_hostname=target.host)
+                timed.sock = sock
+            return Connection(timed, target.host, target.port, self._timeouts.read_s)
+        except BaseException:
+            sock.close()
+            raise
+
+    def _connect(self, host: str, port: int, end_s: float) -> socket.socket:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        # A name with several addresses stands for several servers: each new connection starts at the next.
+        first = next(self._turn) % len(addresses)
+        last: OSError | None = None
+        for family, kind, protocol, _, address in addresses[first:] + addresses[:first]:
+            sock = socket.socket(family, kind, protocol)
+            try:
+                sock.settimeout(self._left_s(end_s))
+                sock.connect(address)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            except OSError as error:
+                sock.close()
+                last = error
+            except BaseException:
+                sock.close()
+                raise
+            else:
+                return sock
+        raise last or OSError(f"{host} has no address")
+
+    def _left_s(self, end_s: float) -> float:
+        left_s = end_s - self._clock()
+        if left_s <= 0:
+            raise RequestFailedError(ObjectFailure(None, "", DEADLINE))
+        return min(left_s, self._timeouts.connect_s)
+
+    def _tunnel(self, timed: _TimedSocket) -> None:
+        target = self._target
+        host = f"[{target.host}]" if ":" in target.host else target.host
+        lines = [f"CONNECT {host}:{target.port} HTTP/1.1", f"Host: {host}:{target.port}"]
+        lines += [f"{name}: {value}" for name, value in target.proxy_headers.items()]
+        timed.sendall("".join(f"{line}\r\n" for line in [*lines, ""]).encode("ascii"))
+        answer = http.client.HTTPResponse(timed, method="CONNECT")  # type: ignore[arg-type] # as in Connection
+        answer.begin()
+        if answer.status != 200:
+            raise ConnectionRefusedError(f"the proxy answered {answer.status}")
