@@ -119,6 +119,10 @@ class Requests:
                     raise
                 self._pause(wait_s)
 
+    def now_s(self) -> float:
+        """On the clock that deadlines are given on."""
+        return self._clock()
+
     def ask_one(self, endpoint: Endpoint, request: Request, end_s: float) -> None:
         """Send `request` to `endpoint` alone, whatever its breaker says; for the start.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar, Final, Literal
@@ -17,7 +16,10 @@ from kvsluice.tiers.names import NAMESPACE_FILE, check_namespace, facts_document
 from kvsluice.tiers.obj.access import Access, AccessOptions, boto_errors, endpoint_of, failure_of_boto
 from kvsluice.tiers.obj.endpoints import Endpoint, Endpoints
 from kvsluice.tiers.obj.failures import ObjectFailure, RequestFailedError
+from kvsluice.tiers.obj.parts import MIN_PART_BYTES, PartCrew, Span, Trial, cut
+from kvsluice.tiers.obj.ranges import NoRangesError, OtherLengthError, get_in_ranges
 from kvsluice.tiers.obj.requests import Request, Requests, no_body
+from kvsluice.tiers.obj.uploads import Uploads
 from kvsluice.tiers.obj.wire import HttpPool, Response, Timeouts
 from kvsluice.tiers.reasons import DISK_FULL, IO_ERROR, MISSING, OVERSIZE, SHORT
 
@@ -58,6 +60,10 @@ class ObjectTier(Tier):
         addressing_style: where the bucket's name stands in the URL.
         sign_payload: "on", "off", or "auto", as above.
         server_side_encryption, sse_kms_key_id, storage_class: passed on with every PUT, in S3's own words.
+        parts: whether a chunk goes in parallel parts where connections are to spare: "on", "off", or "auto": where
+            that is seen to be faster, loads and stores apart; stores only where the server puts a condition on the end
+            of a multipart upload.
+        part_bytes: the smallest part, in bytes; a chunk below twice that goes whole.
         max_connections: kept open; give one per thread that uses the tier. Each operation under way has one.
         connect_timeout_s: for a connection to come up, per address.
         read_timeout_s: without a byte.
@@ -93,6 +99,8 @@ class ObjectTier(Tier):
         server_side_encryption: str | None = None,
         sse_kms_key_id: str | None = None,
         storage_class: str | None = None,
+        parts: Literal["auto", "on", "off"] = "auto",
+        part_bytes: int = 8 << 20,
         max_connections: int = 16,
         connect_timeout_s: float = 2.0,
         read_timeout_s: float = 5.0,
@@ -107,7 +115,9 @@ class ObjectTier(Tier):
         self._quoted_base = quote(self._base, safe="/~")
         self._operation_timeout_s = operation_timeout_s
         self._clock = clock
-        self._lock = threading.Lock()
+        self._parts = parts
+        self._part_bytes = part_bytes
+        self._max_connections = max_connections
         self._is_conditional = True
         self._put_headers = {
             header: value
@@ -118,6 +128,8 @@ class ObjectTier(Tier):
             )
             if value is not None
         }
+        if part_bytes < MIN_PART_BYTES:
+            raise ConfigError(f"part_bytes is {part_bytes}: S3 takes parts of at least {MIN_PART_BYTES} bytes")
         urls: Sequence[str | None] = (
             [endpoint_url] if endpoint_url is None or isinstance(endpoint_url, str) else endpoint_url
         )
@@ -151,6 +163,12 @@ class ObjectTier(Tier):
             name,
         )
         self._requests = Requests(self._access, self._endpoints, max_attempts=max_attempts, clock=clock)
+        self._crew = PartCrew(max_connections, name)
+        self._put_trial, self._get_trial = Trial(parts), Trial(parts)
+        self._knows_ranges = True
+        self._uploads = Uploads(
+            self._requests, self._access, self._crew, name=name, base=self._base, headers=self._put_headers
+        )
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             self._check_bucket()
@@ -173,30 +191,38 @@ class ObjectTier(Tier):
     def store(self, key: bytes, buffer: memoryview, num_bytes: int) -> int:
         self._check_image(buffer, num_bytes)
         name = self._quoted_base + file_name(key)
-        return num_bytes if self._put_if_absent(name, buffer[:num_bytes], self._end_s()) else 0
+        body = buffer[:num_bytes]
+        end_s = self._end_s()
+        spans = self._cut(num_bytes)
+        if len(spans) < 2:
+            return num_bytes if self._put_if_absent(name, body, end_s) else 0
+        in_parts = self._put_trial.wants_parts() and self._may_upload(end_s)
+        start_s = self._clock()
+        put = self._put_in_parts(name, body, spans, end_s) if in_parts else self._put_if_absent(name, body, end_s)
+        if not put:
+            return 0
+        self._put_trial.moved(num_bytes, self._clock() - start_s, in_parts=in_parts)
+        return num_bytes
 
     def load(self, key: bytes, buffer: memoryview, num_bytes: int) -> int:
         self._check_image(buffer, num_bytes)
         object_key = self.object_key(key)
-
-        def receive(response: Response) -> None:
-            if response.length is not None and response.length != num_bytes:
-                raise self._damaged(object_key, response.length, num_bytes)
-            if response.length is not None:
-                response.read_exactly(buffer[:num_bytes])
-                return
-            # Without a length the end itself is the proof.
-            found = response.read_up_to(buffer[:num_bytes])
-            found += response.read_up_to(memoryview(bytearray(1))) if found == num_bytes else 0
-            if found != num_bytes:
-                raise self._damaged(object_key, found, num_bytes)
-
+        view = buffer[:num_bytes]
+        end_s = self._end_s()
+        spans = self._cut(num_bytes)
+        in_parts = len(spans) > 1 and self._knows_ranges and self._get_trial.wants_parts()
+        start_s = self._clock()
         try:
-            self._requests.send(Request("GET", quote(object_key, safe="/~")), self._end_s(), receive)
+            if in_parts:
+                in_parts = self._get_in_parts(object_key, view, spans, end_s)
+            if not in_parts:
+                self._get_whole(object_key, view, end_s)
         except RequestFailedError as error:
             if error.failure.is_missing_key:
                 raise ChunkMissingError(f"{self.name}: no object {object_key}", reason=MISSING) from error
             raise self._unavailable("get", object_key, error) from error
+        if len(spans) > 1:
+            self._get_trial.moved(num_bytes, self._clock() - start_s, in_parts=in_parts)
         return num_bytes
 
     def held_prefix(self, keys: Sequence[bytes]) -> int:
@@ -265,6 +291,7 @@ class ObjectTier(Tier):
         if not self._closed:
             super().close()
             self._endpoints.close(_CLOSE_S)
+            self._crew.close()
             self._access.close()
 
     # ---- the start ---------------------------------------------------------------------------
@@ -344,6 +371,58 @@ class ObjectTier(Tier):
         except RequestFailedError as error:
             raise self._unavailable("put", name, error) from error
         return True
+
+    def _cut(self, num_bytes: int) -> list[Span]:
+        """In as many parts as there are connections to spare: where many chunks move at once, each goes whole."""
+        if self._parts == "off" or num_bytes < 2 * self._part_bytes:
+            return [(0, num_bytes)]
+        spare = self._max_connections - sum(endpoint.in_flight for endpoint in self._endpoints.all)
+        return cut(num_bytes, self._part_bytes, spare)
+
+    def _may_upload(self, end_s: float) -> bool:
+        try:
+            conditional = self._uploads.is_conditional(end_s)
+        except RequestFailedError as error:
+            self._requests.count(error.failure)
+            return False
+        # Without the condition a second writer can replace what is there; that the operator has to want.
+        return conditional is True or (conditional is False and self._parts == "on")
+
+    def _put_in_parts(self, name: str, body: memoryview, spans: list[Span], end_s: float) -> bool:
+        """As `_put_if_absent`; asks first, as the condition is looked at when all is sent."""
+        if self._holds(name, end_s):
+            return False
+        try:
+            return self._uploads.put(name, body, spans, end_s)
+        except RequestFailedError as error:
+            raise self._unavailable("put", name, error) from error
+
+    def _get_in_parts(self, object_key: str, view: memoryview, spans: list[Span], end_s: float) -> bool:
+        """Whether the server knows ranges, so that the object lies in `view`."""
+        try:
+            get_in_ranges(self._requests, self._crew, quote(object_key, safe="/~"), view, spans, end_s)
+        except OtherLengthError as error:
+            raise self._damaged(object_key, error.num_bytes, view.nbytes) from error
+        except NoRangesError as error:
+            self._knows_ranges = False
+            logger.warning("%s: the server does not answer to ranges (%s): chunks are read whole", self.name, error)
+            return False
+        return True
+
+    def _get_whole(self, object_key: str, view: memoryview, end_s: float) -> None:
+        def receive(response: Response) -> None:
+            if response.length is not None:
+                if response.length != view.nbytes:
+                    raise self._damaged(object_key, response.length, view.nbytes)
+                response.read_exactly(view)
+                return
+            # Without a length the end itself is the proof.
+            found = response.read_up_to(view)
+            found += response.read_up_to(memoryview(bytearray(1))) if found == view.nbytes else 0
+            if found != view.nbytes:
+                raise self._damaged(object_key, found, view.nbytes)
+
+        self._requests.send(Request("GET", quote(object_key, safe="/~")), end_s, receive)
 
     def _holds(self, name: str, end_s: float) -> bool:
         try:
