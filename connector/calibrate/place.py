@@ -57,7 +57,8 @@ def name_of(config: AnyTierConfig) -> str:
         case FsTierConfig():
             return config.root_dir
         case ObjTierConfig():
-            at = f" at {config.endpoint_url}" if config.endpoint_url else ""
+            urls = [config.endpoint_url] if isinstance(config.endpoint_url, str) else config.endpoint_url
+            at = f" at {' and '.join(urls)}" if urls else ""
             return f"s3://{config.bucket}/{config.prefix}".rstrip("/") + at
         case _:
             return config.name or config.type

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, TypedDict, cast
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from kvsluice.tiers.errors import ConfigError
-from kvsluice.tiers.obj.failures import ObjectFailure
+from kvsluice.tiers.obj.failures import ObjectFailure, RequestFailedError
 from kvsluice.tiers.obj.wire import Target
 
 if TYPE_CHECKING:
@@ -226,7 +226,6 @@ class Access:
         from botocore.httpsession import ProxyConfiguration
         from botocore.utils import get_environ_proxies
 
-        endpoint = endpoint_of(endpoint_url)
         # A presigned URL is boto3's word on style, host, path and region.
         with _refusals():
             signed = self.client(endpoint_url).generate_presigned_url(
@@ -237,6 +236,8 @@ class Access:
         path = parts.path[: -len("k")]
         base = f"{parts.scheme}://{parts.netloc}{path}"
         scope = parse_qs(parts.query)["X-Amz-Credential"][0].split("/")
+        if scope[3] != "s3":
+            raise ConfigError(f"bucket {self.bucket!r} is one of service {scope[3]!r}: the obj tier speaks plain S3")
         known = ProxyConfiguration(get_environ_proxies(base))
         proxy_url = known.proxy_url_for(base)
         proxy_headers: Mapping[str, str] = known.proxy_headers_for(proxy_url) if proxy_url else {}
@@ -254,7 +255,7 @@ class Access:
             path=base if asks_proxy else path,
             host=parts.netloc,
             region=scope[2],
-            signs_payload=signs_payload(endpoint) if sign == "auto" else sign == "on",
+            signs_payload=signs_payload(parts) if sign == "auto" else sign == "on",
             proxy_headers=proxy_headers if asks_proxy else {},
             target=Target(
                 host=host,
@@ -273,6 +274,9 @@ class Access:
         Args:
             tail: what follows `place.base`, quoted.
             headers: to be signed and sent, by lower-case name.
+
+        Raises:
+            RequestFailedError: boto3 could not renew the credentials.
         """
         from botocore.auth import S3SigV4Auth
         from botocore.awsrequest import AWSRequest
@@ -285,7 +289,12 @@ class Access:
         )
         request.context["client_config"] = self._signed_body if place.signs_payload else self._unsigned_body
         # Asking for the keys is what makes boto3 fetch newer ones before these expire.
-        S3SigV4Auth(self._keys(), "s3", place.region).add_auth(request)
+        try:
+            keys = self._keys()
+        except boto_errors() as error:
+            # Its own words may hold what a helper program printed.
+            raise RequestFailedError(ObjectFailure(None, type(error).__name__, "credentials")) from None
+        S3SigV4Auth(keys, "s3", place.region).add_auth(request)
         signed = dict(request.headers.items())
         signed["user-agent"] = _USER_AGENT
         if body is not None:

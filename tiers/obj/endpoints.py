@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Literal
 
 from kvsluice.tiers.obj.access import Place
@@ -35,8 +34,6 @@ class Endpoint:
         self.place = place
         self.pool = pool
         self.breakers: dict[Way, Breaker] = {"read": Breaker(), "write": Breaker()}
-        self.in_flight = 0
-        """About as many operations as are on it; a guide for spreading, no account."""
 
     def __repr__(self) -> str:
         return f"Endpoint({self.place.base!r})"
@@ -95,8 +92,7 @@ class Endpoints:
         self._closing = threading.Event()
         self._prober: threading.Thread | None = None
 
-    @contextlib.contextmanager
-    def enter(self, way: Way, avoid: Sequence[Endpoint] = ()) -> Iterator[Permit]:
+    def enter(self, way: Way, avoid: Sequence[Endpoint] = ()) -> Permit:
         """Leave for one operation; whoever gets it ends the permit.
 
         Args:
@@ -105,12 +101,15 @@ class Endpoints:
         Raises:
             RequestFailedError: every endpoint is left alone for now.
         """
-        permit = self._choose(way, avoid)
-        permit.endpoint.in_flight += 1
-        try:
-            yield permit
-        finally:
-            permit.endpoint.in_flight -= 1
+        turn = next(self._turn)
+        count = len(self.all)
+        in_turn = [self.all[(turn + at) % count] for at in range(count)] if count > 1 else self.all
+        # Stable: of equally busy ones the next in turn.
+        for endpoint in sorted(in_turn, key=lambda one: (one in avoid, one.pool.busy)):
+            ticket = endpoint.breakers[way].try_enter()
+            if ticket is not None:
+                return Permit(self, endpoint, way, ticket)
+        raise RequestFailedError(ObjectFailure(None, "it failed several times in a row", "breaker_open"))
 
     def opened(self, endpoint: Endpoint, way: Way, failure: ObjectFailure) -> None:
         """A breaker opened: see to it that somebody asks until it can close again."""
@@ -142,17 +141,6 @@ class Endpoints:
             prober = self._prober
         if prober is not None:
             prober.join(timeout_s)
-
-    def _choose(self, way: Way, avoid: Sequence[Endpoint]) -> Permit:
-        turn = next(self._turn)
-        count = len(self.all)
-        in_turn = [self.all[(turn + at) % count] for at in range(count)] if count > 1 else self.all
-        # Stable: of equally busy ones the next in turn.
-        for endpoint in sorted(in_turn, key=lambda one: (one in avoid, one.in_flight)):
-            ticket = endpoint.breakers[way].try_enter()
-            if ticket is not None:
-                return Permit(self, endpoint, way, ticket)
-        raise RequestFailedError(ObjectFailure(None, "it failed several times in a row", "breaker_open"))
 
     def _ask_until_whole(self) -> None:
         wait_s = _PROBE_EVERY_S

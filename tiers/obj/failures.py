@@ -51,7 +51,7 @@ class ObjectFailure:
     """The server's error code; where no answer came, the error's own words."""
     kind: str
     """Where no answer came: `dns`, `connect`, `connect_timeout`, `tls`, `reset`, `timeout`, `deadline`, `short_body`,
-    `protocol`, `breaker_open`, `closed`; else `status`."""
+    `protocol`, `replaced`, `credentials`, `breaker_open`, `closed`; else `status`."""
     region: str | None = None
     """Where the bucket is, where the server said so."""
     skew_s: float | None = None
@@ -93,14 +93,14 @@ class ObjectFailure:
     def may_pass(self) -> bool:
         """Whether the same request may well succeed a moment later, or at another endpoint."""
         if self.status is None:
-            return self.kind not in (_TLS, DEADLINE, "closed")
+            return self.kind not in (_TLS, DEADLINE, "credentials", "breaker_open", "closed")
         return self.status in _PASSING_STATUSES or self.code in _PASSING_CODES
 
     @property
     def blames_endpoint(self) -> bool:
         """Whether it says something about the endpoint's health; an answer of any other kind proves that it lives."""
         if self.status is None:
-            return self.kind != "closed"
+            return self.kind not in ("credentials", "breaker_open", "closed", "replaced")
         return self.status in _PASSING_STATUSES
 
     def __str__(self) -> str:

@@ -98,18 +98,23 @@ class Requests:
             RequestFailedError: what the last attempt ended with.
         """
         tried: list[Endpoint] = []
+        last: RequestFailedError | None = None
         renewed = False
         while True:
             try:
-                with self.endpoints.enter(request.way, tried) as permit:
-                    tried.append(permit.endpoint)
-                    return self._attempt(request, permit, end_s, receive)
+                permit = self.endpoints.enter(request.way, tried)
+                tried.append(permit.endpoint)
+                return self._attempt(request, permit, end_s, receive, fresh=last is not None)
             except RequestFailedError as error:  # noqa: PERF203 - a retry is a loop around a try
                 failure = error.failure
+                if failure.kind == "breaker_open" and last is not None:
+                    # What opened it says more.
+                    raise last from None
+                last = error
                 if failure.wants_new_credentials and not renewed and self._access.renew():
                     renewed = True
                     continue
-                if not failure.may_pass or failure.kind == "breaker_open" or len(tried) >= self._max_attempts:
+                if not failure.may_pass or len(tried) >= self._max_attempts:
                     raise
                 if self._has_untried(request.way, tried):
                     continue
@@ -162,9 +167,12 @@ class Requests:
     def _has_untried(self, way: Way, tried: list[Endpoint]) -> bool:
         return any(one not in tried and one.breakers[way].has_room for one in self.endpoints.all)
 
-    def _attempt(self, request: Request, permit: Permit, end_s: float, receive: Callable[[Response], _T]) -> _T:
+    def _attempt(
+        self, request: Request, permit: Permit, end_s: float, receive: Callable[[Response], _T], *, fresh: bool
+    ) -> _T:
         try:
-            result = self._exchange(request, permit.endpoint, end_s, receive)
+            # Not on another connection that may have gone the same way while it was idle.
+            result = self._exchange(request, permit.endpoint, end_s, receive, fresh=fresh)
         except RequestFailedError as error:
             permit.failed(error.failure)
             raise

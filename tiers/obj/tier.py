@@ -376,7 +376,7 @@ class ObjectTier(Tier):
         """In as many parts as there are connections to spare: where many chunks move at once, each goes whole."""
         if self._parts == "off" or num_bytes < 2 * self._part_bytes:
             return [(0, num_bytes)]
-        spare = self._max_connections - sum(endpoint.in_flight for endpoint in self._endpoints.all)
+        spare = self._max_connections - sum(endpoint.pool.busy for endpoint in self._endpoints.all)
         return cut(num_bytes, self._part_bytes, spare)
 
     def _may_upload(self, end_s: float) -> bool:
@@ -454,19 +454,19 @@ class ObjectTier(Tier):
     def _calling_boto(self, action: str, what: str) -> Iterator[Endpoint]:
         """An endpoint for calls of boto3, which has its own retries; their failures as the tier's."""
         try:
-            with self._endpoints.enter("read") as permit:
-                try:
-                    yield permit.endpoint
-                except boto_errors() as error:
-                    failure = failure_of_boto(error)
-                    permit.failed(failure)
-                    raise RequestFailedError(failure) from error
-                except BaseException:
-                    permit.ignored()
-                    raise
-                permit.succeeded()
+            permit = self._endpoints.enter("read")
         except RequestFailedError as error:
             raise self._unavailable(action, what, error) from error
+        try:
+            yield permit.endpoint
+        except boto_errors() as error:
+            failure = failure_of_boto(error)
+            permit.failed(failure)
+            raise self._unavailable(action, what, RequestFailedError(failure)) from error
+        except BaseException:
+            permit.ignored()
+            raise
+        permit.succeeded()
 
     def _damaged(self, object_key: str, found_bytes: int, num_bytes: int) -> ChunkDamagedError:
         return ChunkDamagedError(

@@ -113,8 +113,9 @@ class _TimedSocket:
 class Response:
     """An answer whose body has not been read. Used by one thread, within the `Connection` that gave it."""
 
-    def __init__(self, raw: http.client.HTTPResponse) -> None:
+    def __init__(self, raw: http.client.HTTPResponse, *, is_last: bool = False) -> None:
         self._raw = raw
+        self._is_last = is_last or raw.will_close
         self.status = raw.status
 
     @property
@@ -155,7 +156,7 @@ class Response:
     def finish(self) -> bool:
         """Whether nothing of the body is left, so that the connection can serve again."""
         raw = self._raw
-        if raw.will_close:
+        if self._is_last:
             return False
         if not raw.isclosed() and not raw.length:
             # No body, or one in pieces, whose end is a piece too.
@@ -204,7 +205,7 @@ class Connection:
             # the reset does.
             self._timed.read_s = min(self._timed.read_s, _EARLY_ANSWER_S)
             with contextlib.suppress(OSError, http.client.HTTPException):
-                response = Response(self._http.getresponse())
+                response = Response(self._http.getresponse(), is_last=True)
                 if response.status >= 400:
                     return response
             raise
@@ -281,6 +282,11 @@ class HttpPool:
         with self._lock:
             self._busy.discard(connection)
         connection.close()
+
+    @property
+    def busy(self) -> int:
+        """Connections that operations are on."""
+        return len(self._busy)
 
     def close(self) -> None:
         """End all connections; operations that wait on one fail at once. Idempotent."""
