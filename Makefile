@@ -10,12 +10,15 @@ VLLM_BIN := $(ROOT)/.venv-vllm/bin
 ARGS ?=
 # vLLM never runs from the repository's root: the folder kernels/ there would be found before Hugging Face's package.
 ELSEWHERE := $(ROOT)/build/run
+RGW := $(ROOT)/tests/support/rgw.py
+RGW_DIR := $(ROOT)/build/rgw
+PORT ?= 7480
 EXAMPLES := $(wildcard examples/*.py)
 
-.PHONY: help demo demo-vllm calibrate replay test test-vllm lint types format bench-scheduling bench-slow-tier bench-copy bench-gate bench-slowed-device clean setup-core setup-vllm
+.PHONY: help demo demo-vllm calibrate replay test test-s3 test-vllm rgw-start rgw-stop lint types format bench-scheduling bench-slow-tier bench-copy bench-gate bench-slowed-device clean setup-core setup-vllm
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | awk -F'\t' '{printf "make %-18s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | awk -F'\t' '{printf "make %-18s %s\n", $$1, $$2}'
 
 demo: setup-core ## an engine's KV cache outlives the engine: hits from host, fs and obj, identical tokens
 	@$(BIN)/python $(ROOT)/examples/demo.py $(ARGS)
@@ -29,8 +32,20 @@ calibrate: setup-core ## measure a tier: make calibrate ARGS="/mnt/nvme/kv"
 replay: setup-core ## gates and queues on modelled devices: make replay ARGS="trace.jsonl.gz --claims"
 	@$(BIN)/kvsluice replay $(ARGS)
 
-test: setup-core ## all tests that need no vLLM
-	@$(BIN)/python -m pytest -m "not vllm" $(ARGS)
+test: setup-core ## all tests that need neither vLLM nor a Ceph gateway
+	@$(BIN)/python -m pytest -m "not vllm and not s3" $(ARGS)
+
+test-s3: setup-core ## the object tier on a real Ceph RADOS Gateway (as root, Debian's packages are added where missing)
+	@$(BIN)/python $(RGW) install
+	@$(BIN)/python -m pytest -m s3 $(ROOT)/tests/s3 $(ARGS)
+
+rgw-start: setup-core ## such a gateway to try things on: make rgw-start PORT=7480, then what it says
+	@$(BIN)/python $(RGW) install
+	@$(BIN)/python $(RGW) start $(RGW_DIR) $(PORT)
+	@echo 'and the demo on it: make demo ARGS="--endpoint-url http://127.0.0.1:$(PORT)"; its end: make rgw-stop'
+
+rgw-stop: setup-core ## end that gateway; what it stored is gone
+	@$(BIN)/python $(RGW) stop $(RGW_DIR)
 
 test-vllm: setup-vllm ## the tests that drive a real vLLM engine
 	@mkdir -p $(ELSEWHERE) && cd $(ELSEWHERE) && $(VLLM_BIN)/pytest -c $(ROOT)/pyproject.toml --rootdir $(ROOT) -m vllm $(ROOT)/tests/vllm $(ARGS)

@@ -215,6 +215,8 @@ def open_tier(tier: AnyTierConfig, namespace: str, facts: Mapping[str, object] |
                 server_side_encryption=tier.server_side_encryption,
                 sse_kms_key_id=tier.sse_kms_key_id,
                 storage_class=tier.storage_class,
+                parts=tier.parts,
+                part_bytes=tier.part_bytes,
                 max_connections=tier.n_read_threads + tier.n_write_threads + 1,
                 connect_timeout_s=tier.connect_timeout_s,
                 read_timeout_s=tier.read_timeout_s,
