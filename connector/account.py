@@ -10,6 +10,7 @@ from kvsluice.connector.orders import TierState
 from kvsluice.connector.results import GateStats, TierStats
 from kvsluice.tiers import reasons
 from kvsluice.tiers.backpressure import Gate, Spent, Stall
+from kvsluice.tiers.base import Tier
 
 __all__ = ["PlannedTier", "TierAccount"]
 
@@ -27,6 +28,7 @@ class PlannedTier:
         gate: asked before each store; None admits all.
         max_queue_chunks: stores that may be open (planned, not ended) at once.
         max_queue_s: how long a store may wait before it starts, and how long the gate may expect it to.
+        probe_keys: how many keys one question to the tier may hold; see `Tier.probe_keys`.
     """
 
     name: str
@@ -34,6 +36,7 @@ class PlannedTier:
     gate: Gate | None
     max_queue_chunks: int = 256
     max_queue_s: float = 5.0
+    probe_keys: int = Tier.probe_keys
 
     @property
     def is_host(self) -> bool:
@@ -163,6 +166,9 @@ class TierAccount:
                 detector=measured,
             )
         states = self.states.values()
+        failures: Counter[str] = Counter()
+        for state in states:
+            failures.update(state.failures)
         return TierStats(
             tier_type=self.plan.tier_type,
             chunks_stored=self.chunks_stored,
@@ -173,6 +179,7 @@ class TierAccount:
             dropped=dict(self.dropped),
             failed=dict(self.failed),
             missed=dict(self.missed),
+            failures=dict(failures),
             known_chunks=known_chunks,
             queued_loads=sum(state.queued_loads for state in states),
             queued_stores=sum(state.queued_stores for state in states),

@@ -27,9 +27,8 @@ class PlannerSettings:
         num_ranks: workers that each order goes to.
         load_timeout_s: deadline of a load that names none.
         lookup_timeout_s: how long a lookup may stay pending before the tier counts as not holding.
-        negative_ttl_s: how long "not held" is believed.
+        negative_ttl_s: how long "not held" is believed; where nobody could tell, `UNKNOWN_TTL_S` if that is less.
         max_stores_waiting: chunks that may wait for a slot; their blocks are held meanwhile.
-        probe_keys: keys per question to a tier.
     """
 
     blocks_per_chunk: int
@@ -43,7 +42,6 @@ class PlannerSettings:
     lookup_timeout_s: float = 1.0
     negative_ttl_s: float = 5.0
     max_stores_waiting: int = 1024
-    probe_keys: int = 1024
 
 
 def slot_share(num_slots: int, num_io_tiers: int) -> int:

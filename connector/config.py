@@ -123,8 +123,8 @@ class OffloadConfig(Model):
     )
     negative_ttl_s: Seconds = Field(
         5.0,
-        description="Seconds for which a tier's \"not held\" is believed. Default 5.0: another engine's new chunk is "
-        "seen soon, and a cold prompt does not ask again at every step.",
+        description='Seconds for which a tier\'s "not held" is believed; where it failed or was late, 1 at most. '
+        "Default 5.0: another engine's new chunk is seen soon, and a cold prompt does not ask again at every step.",
     )
     verify: StrictBool = Field(
         True,

@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from kvsluice.tiers.backpressure.config import INHERIT, merge_backpressure
+from kvsluice.tiers.obj.parts import MIN_PART_BYTES
 
 __all__ = [
     "TIER_TYPES",
@@ -93,6 +94,7 @@ def _nonempty_secret(secret: SecretStr) -> SecretStr:
 Size = Annotated[int, BeforeValidator(parse_size)]
 Count = Annotated[int, BeforeValidator(_refuse_bool), Field(ge=1)]
 Seconds = Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0, allow_inf_nan=False)]
+SecondsOrOff = Annotated[float, BeforeValidator(_refuse_bool), Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0, allow_inf_nan=False)]
 Text = Annotated[str, Field(min_length=1)]
 Secret = Annotated[SecretStr, AfterValidator(_nonempty_secret)]
@@ -244,23 +246,40 @@ class ObjTierConfig(IoTierConfig):
     storage_class: Text | None = Field(
         None, description='Such as "STANDARD_IA"; one that is read at once. Default None: the bucket\'s own.'
     )
+    parts: TriState = Field(
+        "auto",
+        description='Whether a large chunk moves in parallel parts where connections are to spare. Default "auto": '
+        "where trials show it to be faster, and for stores only where the server puts a condition on their end.",
+    )
+    part_bytes: Size = Field(
+        8 << 20,
+        ge=MIN_PART_BYTES,
+        description='Bytes, or "8MiB", of the smallest part; a chunk below twice that goes whole. Default 8388608 '
+        "(8 MiB).",
+    )
     connect_timeout_s: Seconds = Field(
         2.0, description="Seconds for a connection to come up. Default 2.0: a store that takes longer is not there."
     )
     read_timeout_s: Seconds = Field(
         5.0,
-        description="Seconds without a byte before a request is given up. Default 5.0: a store that is silent for longer "
-        "is in trouble, and another attempt still fits in the deadline.",
+        description="Seconds without a byte before a request is given up. Default 5.0: a store that is silent for "
+        "longer is in trouble, and another attempt still fits in the deadline.",
     )
     operation_timeout_s: Seconds = Field(
         10.0,
-        description="Seconds for one load, store, lookup or removal with all its attempts. Default 10.0: as a load's own "
-        "deadline, after which nobody waits for it.",
+        description="Seconds for one load, store, lookup or removal with all its attempts. Default 10.0: as a load's "
+        "own deadline, after which nobody waits for it.",
     )
     max_attempts: Count = Field(
         3,
         description="Tries per request, the first one included; only what may pass is tried again, at another endpoint "
         "where there is one. Default 3: the gate and the breaker deal with what lasts longer.",
+    )
+    list_at_start_s: SecondsOrOff = Field(
+        2.0,
+        description="Seconds for which the bucket is listed at start, in the background, so that lookups know what is "
+        "there without a request; 0 does not list. Default 2.0: some hundred thousand chunks. Whatever was not listed "
+        "by then is asked for when it is needed.",
     )
     n_read_threads: Count = Field(
         8, description="Connections that serve loads. Default 8: a request's round trip is most of a chunk's time."

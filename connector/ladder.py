@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Final, cast
 
 from kvsluice.connector.account import PlannedTier
 from kvsluice.connector.books import PlannerSettings, slot_share
@@ -23,6 +23,7 @@ from kvsluice.tiers.base import Tier
 from kvsluice.tiers.chunk_file import FORMAT_VERSION, ChunkFormat
 from kvsluice.tiers.errors import ConfigError
 from kvsluice.tiers.fs import FileSystemTier
+from kvsluice.tiers.host import HostTier
 from kvsluice.tiers.obj import ObjectTier
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "build_tiers",
     "chunk_format",
     "geometry_for",
+    "listing_times_s",
     "load_gate_for",
     "namespace_for",
     "open_rank",
@@ -40,6 +42,10 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
+
+_TIER_CLASSES: Final[Mapping[str, type[Tier]]] = {
+    tier.tier_type: tier for tier in (HostTier, FileSystemTier, ObjectTier)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,9 +247,19 @@ def planned_tiers(config: OffloadConfig, clock: Callable[[], float] = time.monot
             ),
             max_queue_chunks=tier.max_queue_chunks,
             max_queue_s=tier.max_queue_s,
+            probe_keys=_TIER_CLASSES[tier.type].probe_keys,
         )
         for tier in config.tiers
     ]
+
+
+def listing_times_s(config: OffloadConfig) -> dict[int, float]:
+    """By place in the ladder, how long those tiers are listed at start that are."""
+    return {
+        at: tier.list_at_start_s
+        for at, tier in enumerate(config.tiers)
+        if isinstance(tier, ObjTierConfig) and tier.list_at_start_s
+    }
 
 
 def load_gate_for(config: OffloadConfig, geometry: Geometry) -> LoadGate | None:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from kvsluice.connector.orders import TierState
@@ -52,8 +53,14 @@ class LaneState:
     store_limit: int
     load_stall: Spent
 
-    def report(self, tier: int, used_bytes: int | None, capacity_bytes: int | None) -> TierState:
-        """The same, as the planner is told of it."""
+    def report(
+        self,
+        tier: int,
+        used_bytes: int | None,
+        capacity_bytes: int | None,
+        failures: Mapping[str, int] = MappingProxyType({}),
+    ) -> TierState:
+        """The same, as the planner is told of it, beside what the tier itself knows."""
         return TierState(
             tier,
             self.queued_loads,
@@ -64,6 +71,8 @@ class LaneState:
             capacity_bytes,
             self.store_limit,
             self.load_stall,
+            # A copy: a tier's own mapping may change, or go through no pickle.
+            dict(failures),
         )
 
 

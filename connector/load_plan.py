@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 from kvsluice.connector.account import FAULTS
 from kvsluice.connector.books import Books
@@ -13,6 +14,11 @@ from kvsluice.connector.orders import HOST, Loaded, LoadPart, Passed
 from kvsluice.tiers import reasons
 
 __all__ = ["LoadPlan"]
+
+PROOFS: Final = frozenset(
+    {reasons.MISSING, reasons.SHORT, reasons.OVERSIZE, reasons.CHECKSUM, reasons.FOREIGN, reasons.HEADER}
+)
+"""Outcomes that prove that a tier does not hold the chunk; after the others it may well hold it."""
 
 
 class LoadPlan:
@@ -192,7 +198,7 @@ class LoadPlan:
         if reason == reasons.DEADLINE:
             account = self._books.tiers[state.sources[0]]
             account.missed[reason] += 1
-            account.index.remove(state.key, now_s)
+            account.index.doubt(state.key, now_s)
         else:
             self._books.unused[reason] += 1
         self._books.ledger.decide(state.job, state.part, reason, now_s)
@@ -206,8 +212,12 @@ class LoadPlan:
         job.queue_s += event.queue_s
         job.tier_s += event.tier_s
         for at, reason in event.misses:
-            books.tiers[at].missed[reason] += 1
-            books.tiers[at].index.remove(state.key, now_s)
+            account = books.tiers[at]
+            account.missed[reason] += 1
+            if reason in PROOFS:
+                account.index.remove(state.key, now_s)
+            else:
+                account.index.doubt(state.key, now_s)
         self._teach(state, event, now_s)
         if event.reason is None:
             job.moved_bytes += event.num_bytes

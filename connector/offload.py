@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from kvsluice.connector.config import OffloadConfig
 from kvsluice.connector.device import Device
-from kvsluice.connector.ladder import load_gate_for, open_rank, planned_tiers
+from kvsluice.connector.ladder import listing_times_s, load_gate_for, open_rank, planned_tiers
 from kvsluice.connector.layout import KVLayout
 from kvsluice.connector.namespace import ModelIdentity
 from kvsluice.connector.orders import Order, RankReport
@@ -73,7 +73,7 @@ class OffloadConnector:
         rank = open_rank(config, layout, model, device=device, clock=clock)
         geometry = rank.geometry
         self._worker = rank.worker
-        self._prober = Prober(rank.tiers)
+        self._prober = Prober(rank.tiers, listing_times_s=listing_times_s(config), clock=clock)
         self._planner = Planner(
             ladder,
             geometry.settings(config),

@@ -9,7 +9,8 @@ was given ends with exactly one `Ended`: from then on the worker does not touch 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from kvsluice.tiers.backpressure import NOTHING, Spent, Stall
@@ -203,6 +204,8 @@ class TierState:
     """Stores that may run at once at this moment; 0 for as many as there are writers."""
     load_stall: Spent = NOTHING
     """What the load that is next to end has taken so far, since the last one ended or the oldest began."""
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """How often each kind of failure came to this rank's tier since its start; see `TierUsage`."""
 
 
 @dataclass(frozen=True, slots=True)

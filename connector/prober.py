@@ -1,7 +1,8 @@
 """Asks tiers which keys they hold, off the scheduling path.
 
 One thread per tier, so that a tier that hangs leaves the others' answers alone. Requests and answers
-cross in queues that neither side ever waits on: the scheduler looks at what has arrived.
+cross in queues that neither side ever waits on: the scheduler looks at what has arrived. A tier that is
+listed at start has a second thread until that is over.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from types import MappingProxyType
+from typing import Protocol, overload
 
+from kvsluice.connector.listing import Listed, TierListing
 from kvsluice.tiers.base import Tier
 from kvsluice.tiers.chunk_file import stored_key
 from kvsluice.tiers.errors import SluiceError
 
-__all__ = ["Answer", "Prober", "SupportsProbing"]
+__all__ = ["Answer", "PartNames", "Prober", "SupportsProbing"]
 
 _log = logging.getLogger(__name__)
 
@@ -43,21 +47,64 @@ class SupportsProbing(Protocol):
     def answers(self) -> list[Answer]:
         """What has arrived since the last call."""
 
+    def listed(self) -> Listed | None:
+        """The next few keys that were found by listing a tier at start; None where there are none now."""
+
     def forget(self) -> None:
-        """Whatever was asked before, its answer is not wanted any more."""
+        """Whatever was asked before, its answer is not wanted any more; nor is what was listed."""
+
+
+class PartNames(Sequence[bytes]):
+    """The names under which a tier keeps one rank's parts of `keys`, each made when it is looked at.
+
+    A tier that bisects looks at a few of thousands, and one that goes through them ends at the first that
+    it lacks: the others would be made for nothing, on a thread that takes the interpreter from the engine's.
+    """
+
+    def __init__(self, keys: Sequence[bytes], group: int, rank: int) -> None:
+        self._keys = keys
+        self._suffix = stored_key(b"", group, rank)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    @overload
+    def __getitem__(self, at: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[bytes]: ...  # type: ignore[explicit-any] # what a slice holds, by typeshed
+
+    def __getitem__(self, at: int | slice) -> bytes | list[bytes]:  # type: ignore[explicit-any] # as above
+        if isinstance(at, slice):
+            return [key + self._suffix for key in self._keys[at]]
+        return self._keys[at] + self._suffix
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (key + self._suffix for key in self._keys)
 
 
 class Prober:
-    """One daemon thread per tier. `ask` and `answers` never block.
+    """One daemon thread per tier, and one more while it is listed. No method but `close` ever blocks.
 
     Args:
         tiers: position in the ladder and the tier to ask.
         group: the KV-cache group whose chunks are asked for.
         num_ranks: a key is held only where every rank's part is.
         max_waiting: questions that may wait per tier.
+        listing_times_s: by position, how long a tier is listed at start; those that are absent are not.
+        clock: seconds, monotonic; ends the listings.
     """
 
-    def __init__(self, tiers: Mapping[int, Tier], *, group: int = 0, num_ranks: int = 1, max_waiting: int = 64) -> None:
+    def __init__(
+        self,
+        tiers: Mapping[int, Tier],
+        *,
+        group: int = 0,
+        num_ranks: int = 1,
+        max_waiting: int = 64,
+        listing_times_s: Mapping[int, float] = MappingProxyType({}),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._group = group
         self._num_ranks = num_ranks
         self._max_waiting = max_waiting
@@ -76,6 +123,14 @@ class Prober:
             )
             self._threads.append(thread)
             thread.start()
+        self._listed: deque[Listed] = deque()
+        self._listings = [
+            TierListing(
+                at, tiers[at], self._listed.append, group=group, num_ranks=num_ranks, limit_s=limit_s, clock=clock
+            )
+            for at, limit_s in listing_times_s.items()
+        ]
+        self._threads += [listing.thread for listing in self._listings]
 
     def ask(self, tier: int, keys: tuple[bytes, ...]) -> bool:
         """Put one question; False where too many wait already."""
@@ -87,8 +142,11 @@ class Prober:
         return True
 
     def forget(self) -> None:
-        """Whatever was asked before, its answer is not wanted any more."""
+        """Whatever was asked before, its answer is not wanted any more; nor is what was listed."""
         self._round += 1
+        for listing in self._listings:
+            listing.stop()
+        self._listed.clear()
 
     def answers(self) -> list[Answer]:
         """What has arrived since the last call."""
@@ -97,10 +155,17 @@ class Prober:
             arrived.append(self._answers.popleft())
         return [answer for answer in arrived if answer.round == self._round]
 
+    def listed(self) -> Listed | None:
+        """The next few keys that were found by listing a tier at start; None where there are none now."""
+        # Nothing is listed after a reset, so what a listing still told in the middle of one is older than it.
+        return self._listed.popleft() if self._listed and self._round == 0 else None
+
     def close(self, timeout_s: float, clock: Callable[[], float]) -> list[str]:
         """End the threads; the names of those that hang past `timeout_s`."""
         for questions in self._questions.values():
             questions.put(None)
+        for listing in self._listings:
+            listing.stop()
         end_s = clock() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, end_s - clock()))
@@ -127,5 +192,5 @@ class Prober:
         for rank in range(self._num_ranks):
             if held == 0:
                 break
-            held = tier.held_prefix([stored_key(key, self._group, rank) for key in keys[:held]])
+            held = tier.held_prefix(PartNames(keys[:held], self._group, rank))
         return held

@@ -19,7 +19,8 @@ class Lookup:
 
     Attributes:
         held: leading chunks that some tier is known to hold, as far as they are worth loading.
-        pending: whether a tier is still being asked about the chunk after them; ask again later.
+        pending: whether a tier is still being asked about the chunk after them, or a faster one about some of
+            them; ask again later.
         slower: chunks after them that are held as well, and that the engine has computed sooner than loaded.
     """
 
@@ -102,6 +103,7 @@ class TierStats:
         chunks_loaded, bytes_loaded: that reached their blocks.
         dropped, failed: stores that were never started, and those that were, each by reason.
         missed: loads and lookups that this tier was asked for and did not serve, by reason.
+        failures: what the tier itself met with, by its own words ("503 SlowDown", "timeout"), on all ranks that told.
         known_chunks: keys that the planner believes to be held here; a tier may hold more.
         queued_loads, queued_stores, running: parts that wait for a thread or are on one, all ranks together.
         store_limit: stores that may run at once at this moment on each rank; 0 for as many as there are writers.
@@ -120,6 +122,7 @@ class TierStats:
     dropped: Mapping[str, int]
     failed: Mapping[str, int]
     missed: Mapping[str, int]
+    failures: Mapping[str, int]
     known_chunks: int
     queued_loads: int
     queued_stores: int

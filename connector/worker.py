@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,6 +39,18 @@ _log = logging.getLogger(__name__)
 
 MAX_EVENTS_PER_REPORT = 512
 """Keeps the scheduler's work per report, a few microseconds an event, below 2 ms."""
+MAX_FAILURE_KINDS = 32
+"""Of each tier in a report: many more than a tier has words for, unless it puts names or numbers into them."""
+OTHER_FAILURES = "other"
+
+
+def _few(failures: Mapping[str, int]) -> Mapping[str, int]:
+    """The same, those that came least summed up where there are too many kinds to report."""
+    if len(failures) <= MAX_FAILURE_KINDS:
+        return failures
+    kept = Counter(dict(Counter(failures).most_common(MAX_FAILURE_KINDS - 1)))
+    kept[OTHER_FAILURES] += sum(failures.values()) - kept.total()
+    return kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +163,7 @@ class RankWorker:
             queue = self._queues[at]
             queue.shed_stores(reasons.QUEUE_TIMEOUT, older_than_s=tier.max_queue_s)
             usage, lane = tier.tier.usage(), queue.state()
-            states.append(lane.report(at, usage.used_bytes, usage.capacity_bytes))
+            states.append(lane.report(at, usage.used_bytes, usage.capacity_bytes, _few(usage.failures)))
         events: list[WorkerEvent] = []
         while self._shared.events and len(events) < MAX_EVENTS_PER_REPORT:
             event = self._shared.events.popleft()

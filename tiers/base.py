@@ -37,14 +37,21 @@ def take_left(keys: deque[bytes], max_keys: int | None) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class TierUsage:
-    """What a tier holds, as far as it knows without asking anybody; `None` where it does not know."""
+    """What a tier holds and what it met with, as far as it knows without asking anybody.
+
+    Attributes:
+        chunks, used_bytes, capacity_bytes: `None` where it does not know.
+        evicted_chunks: dropped by itself since its start.
+        failures: since its start, how often each kind of failure came, in a few fixed words of the
+            tier's own: "503 SlowDown", "timeout". No names, times or addresses in them: each new
+            word is one more line in every report.
+    """
 
     chunks: int | None = None
     used_bytes: int | None = None
     capacity_bytes: int | None = None
     evicted_chunks: int = 0
     failures: Mapping[str, int] = field(default_factory=dict)
-    """How often each kind of failure came, such as `"503 SlowDown"`; a tier knows few kinds."""
 
 
 class Tier(abc.ABC):
@@ -59,6 +66,13 @@ class Tier(abc.ABC):
 
     tier_type: ClassVar[str]
     """The word that configuration uses for this kind of tier."""
+    probe_keys: ClassVar[int] = 1024
+    """How many keys a question to `held_prefix` may hold.
+
+    A tier that looks at each key answers 1024 within some 10 ms, and a longer prompt is asked for in parts.
+    One that bisects pays for the logarithm alone, so it says more and has a prompt asked for at once:
+    16,384 at most, which take an engine's thread over a millisecond to put into one question.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name

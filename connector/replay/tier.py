@@ -177,6 +177,9 @@ class ModelledProber:
         arrived, self._answers = self._answers, []
         return [answer for answer in arrived if answer.round == self._round]
 
+    def listed(self) -> None:
+        """A modelled tier is not listed."""
+
     def forget(self) -> None:
         self._round += 1
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvsluice.connector.config import OffloadConfig
-from kvsluice.connector.ladder import Geometry, build_tiers, load_gate_for, planned_tiers
+from kvsluice.connector.ladder import Geometry, build_tiers, listing_times_s, load_gate_for, planned_tiers
 from kvsluice.connector.planner import Planner
 from kvsluice.connector.prefill_meter import PrefillMeter
 from kvsluice.connector.prober import Prober
@@ -118,7 +118,12 @@ class SchedulerHalf:
             if geometry != first:
                 raise ConfigError(f"rank {rank} has another KV geometry than rank 0: {geometry} and {first}")
         self._tiers = build_tiers(self._config, first.namespace, first.facts)
-        self._prober = Prober(self._tiers, num_ranks=len(geometries))
+        self._prober = Prober(
+            self._tiers,
+            num_ranks=len(geometries),
+            listing_times_s=listing_times_s(self._config),
+            clock=self._clock,
+        )
         self._planner = Planner(
             planned_tiers(self._config, self._clock),
             first.settings(self._config, num_ranks=len(geometries)),
@@ -155,7 +160,7 @@ class SchedulerHalf:
             return 0, False
         # Blocks that are being loaded become shareable when they have arrived: waiting for them is cheaper
         # than loading them twice, and bounded by their own deadline.
-        if any(self._loading[key] for key in keys[: found.held]):
+        if not self._loading.keys().isdisjoint(keys[: found.held]):
             return None, False
         state.planned = (first, found.held)
         return external, True

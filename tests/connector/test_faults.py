@@ -12,6 +12,8 @@ from bench import blocks_of, make_key, one
 from doubles import Clock, PickledConnector, until
 
 from kvsluice.connector import Lookup
+from kvsluice.connector.index import UNKNOWN_TTL_S
+from kvsluice.connector.worker import MAX_FAILURE_KINDS
 from kvsluice.kernels import CopyPlan
 from kvsluice.tiers import ChunkDamagedError, ChunkMissingError, ClosedError, TierUnavailableError, reasons
 from kvsluice.tiers.chunk_file import stored_key
@@ -231,6 +233,66 @@ def test_a_lookup_that_raises_counts_as_not_held_and_the_thread_lives_on(bench, 
         clock.advance(10.0)
     assert settled(connector, keys[:1]) == Lookup(1, False)
     assert connector.stats().tiers["fs"].missed == {"lookup_failed": 2}
+
+
+def test_a_tier_that_comes_back_serves_again_soon(bench, cache, keys):
+    clock = Clock()
+    obj = bench.double("obj")
+    connector = bench.connect("obj", clock=clock, negative_ttl_s=60.0)
+    connector.wait([connector.store(keys[:2], blocks_of(0, 1))], WAIT_S)
+    down = TierUnavailableError("503 SlowDown", reason=reasons.IO_ERROR)
+    for operation in ("load", "held_prefix"):
+        obj.fail_always(operation, down)
+    result = one(connector.wait([connector.load(keys[:2], blocks_of(5, 6))], WAIT_S))
+    assert result.failed == dict.fromkeys(keys[:2], reasons.IO_ERROR)
+    for _ in range(3):
+        clock.advance(UNKNOWN_TTL_S)
+        assert settled(connector, keys[:2]) == Lookup(0, False)
+    assert obj.count("held_prefix") == 3, "asked once in that time"
+    for operation in ("load", "held_prefix"):
+        obj.recover(operation)
+    clock.advance(UNKNOWN_TTL_S)
+    assert settled(connector, keys[:2]) == Lookup(2, False)
+    cache.blank()
+    assert not one(connector.wait([connector.load(keys[:2], blocks_of(5, 6))], WAIT_S)).failed
+    assert cache.holds(blocks_of(5, 6), blocks_of(0, 1))
+
+
+def test_an_object_that_a_lifecycle_rule_removed_is_forgotten(bench, keys):
+    clock = Clock()
+    obj = bench.double("obj")
+    connector = bench.connect("obj", clock=clock, negative_ttl_s=5.0)
+    connector.wait([connector.store(keys[:3], blocks_of(0, 1, 2))], WAIT_S)
+    del obj.images[stored_key(keys[1], 0, 0)]
+    result = one(connector.wait([connector.load(keys[:3], blocks_of(5, 6, 7))], WAIT_S))
+    assert result.failed == {keys[1]: reasons.MISSING}
+    assert connector.lookup(keys[:3]) == Lookup(1, False)
+    clock.advance(4.9)
+    assert connector.lookup(keys[:3]) == Lookup(1, False)
+    assert obj.count("held_prefix") == 0
+    clock.advance(0.1)
+    assert settled(connector, keys[:3]) == Lookup(1, False)
+    assert obj.count("held_prefix") == 1
+
+
+def test_what_a_tier_met_with_is_shown_by_kind_and_stays_bounded(bench):
+    obj = bench.double("obj")
+    connector = bench.connect("obj", "fs")
+    assert connector.stats().tiers["obj"].failures == {}
+    obj.failures["503 SlowDown"] = 3
+    obj.failures["timeout"] = 1
+    shown = connector.stats()
+    assert shown.tiers["obj"].failures == {"503 SlowDown": 3, "timeout": 1}
+    assert shown.tiers["fs"].failures == {}
+    obj.failures["timeout"] = 2
+    assert shown.tiers["obj"].failures["timeout"] == 1, "a snapshot"
+    assert connector.stats().tiers["obj"].failures["timeout"] == 2
+    # A tier that puts names into its words.
+    obj.failures.update({f"no object {number}": 1 for number in range(1000)})
+    failures = connector.stats().tiers["obj"].failures
+    assert len(failures) == MAX_FAILURE_KINDS
+    assert (failures["503 SlowDown"], failures["timeout"]) == (3, 2)
+    assert sum(failures.values()) == 1005
 
 
 def test_an_eviction_that_a_tier_tells_of_is_known_to_the_next_lookup(bench, keys):

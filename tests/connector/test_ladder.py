@@ -10,7 +10,7 @@ from doubles import MemoryTier
 
 from kvsluice.connector import OffloadConfig, ladder
 from kvsluice.connector.namespace import ModelIdentity
-from kvsluice.tiers import ConfigError, FileSystemTier, TierUnavailableError, reasons
+from kvsluice.tiers import ConfigError, FileSystemTier, ObjectTier, TierUnavailableError, reasons
 
 WAIT_S = 20.0
 
@@ -57,6 +57,23 @@ def test_each_tier_has_a_gate_of_its_own_and_null_turns_it_off():
     assert [tier.is_host for tier in made] == [True, False, False]
     assert made[0].gate is not made[1].gate
     assert made[2].gate is None
+
+
+def test_each_tier_is_asked_for_as_many_keys_as_its_own_class_says(monkeypatch):
+    monkeypatch.setattr(FileSystemTier, "probe_keys", 7, raising=False)
+    monkeypatch.setattr(ObjectTier, "probe_keys", 16_384, raising=False)
+    made = ladder.planned_tiers(
+        config_of(
+            HOST, {"type": "fs", "root_dir": "x"}, {"type": "obj", "bucket": "b"}, {"type": "fs", "root_dir": "y"}
+        )
+    )
+    assert [tier.probe_keys for tier in made[1:]] == [7, 16_384, 7]
+
+
+def test_object_tiers_alone_are_listed_at_start_unless_that_is_off():
+    obj = {"type": "obj", "bucket": "b"}
+    tiers = (HOST, {"type": "fs", "root_dir": "x"}, obj, {**obj, "list_at_start_s": 0}, {**obj, "list_at_start_s": 9})
+    assert ladder.listing_times_s(config_of(*tiers)) == {2: 2.0, 4: 9.0}
 
 
 def test_worker_tiers_keep_their_place_in_the_ladder(tmp_path):

@@ -9,7 +9,6 @@ from bench import blocks_of, make_key, one
 from doubles import Clock
 
 from kvsluice.connector.account import PlannedTier
-from kvsluice.connector.index import TierIndex
 from kvsluice.connector.orders import (
     CancelOrder,
     Copied,
@@ -815,17 +814,19 @@ def test_the_state_that_ranks_report_is_shown_as_the_worst_of_them():
     assert stats.store_limit == 2
 
 
-def test_an_index_forgets_what_it_has_known_longest_and_stays_bounded():
-    Bench("fs")
-    index = TierIndex(5.0, max_held=3, max_absent=2)
-    for key in KEYS[:5]:
-        index.add(key)
-    assert [index.holds(key) for key in KEYS[:5]] == [False, False, True, True, True]
-    for key in KEYS[:5]:
-        index.remove(key, 0.0)
-    assert len(index) == 0
-    assert [index.lacks(key, 4.9) for key in KEYS[:5]] == [False, False, False, True, True]
-    assert not index.lacks(KEYS[4], 5.0)
+def test_what_a_tier_met_with_is_shown_by_kind_the_newest_word_of_each_rank_added_up():
+    bench = Bench("fs", "obj", ranks=2)
+    assert bench.planner.stats().tiers["obj"].failures == {}
+
+    def state(**failures: int) -> tuple[TierState, ...]:
+        return (TierState(1, 0, 0, 0, Stall(), None, None, failures=failures),)
+
+    bench.report(rank=0, states=state(timeout=1))
+    bench.report(rank=0, states=state(timeout=2, reset=1))
+    bench.report(rank=1, states=state(timeout=40))
+    shown = bench.planner.stats().tiers
+    assert shown["obj"].failures == {"timeout": 42, "reset": 1}
+    assert shown["fs"].failures == {}
 
 
 def test_loads_that_hang_in_one_tier_leave_the_others_share_alone():

@@ -17,6 +17,7 @@ from kvsluice.connector.device import Event
 from kvsluice.connector.orders import Order, RankReport
 from kvsluice.kernels import CopyPlan
 from kvsluice.tiers import ChunkDamagedError, ChunkMissingError, Tier, reasons
+from kvsluice.tiers.base import TierUsage
 
 PATIENCE_S = 20.0
 """How long a test waits for another thread before it fails; a passing test never does."""
@@ -75,6 +76,7 @@ class MemoryTier(Tier):
         self.calls: list[str] = []
         self.names: list[bytes] = []
         self.evicted: list[bytes] = []
+        self.failures: dict[str, int] = {}
         self.closed = 0
         self._errors: defaultdict[str, deque[Exception]] = defaultdict(deque)
         self._always: dict[str, Exception] = {}
@@ -180,6 +182,9 @@ class MemoryTier(Tier):
             end = len(self.evicted) if max_keys is None else max_keys
             taken, self.evicted = self.evicted[:end], self.evicted[end:]
         return taken
+
+    def usage(self) -> TierUsage:
+        return TierUsage(failures=self.failures)
 
     def close(self) -> None:
         self.closed += 1

@@ -63,6 +63,9 @@ class KnowingProber:
         answers, self._answers = self._answers, []
         return answers
 
+    def listed(self) -> None:
+        """Nothing is listed here."""
+
     def forget(self) -> None:
         self._answers.clear()
 

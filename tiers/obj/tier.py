@@ -231,16 +231,19 @@ class ObjectTier(Tier):
         Both ends are asked first, as most prefixes are wholly known or wholly new.
         """
         self._check_open()
-        names = [self._quoted_base + file_name(key) for key in keys]
         end_s = self._end_s()
-        if not names or not self._holds(names[0], end_s):
+
+        def holds(at: int) -> bool:
+            return self._holds(self._quoted_base + file_name(keys[at]), end_s)
+
+        if not keys or not holds(0):
             return 0
-        if len(names) == 1 or self._holds(names[-1], end_s):
-            return len(names)
-        held, missing = 0, len(names) - 1
+        if len(keys) == 1 or holds(-1):
+            return len(keys)
+        held, missing = 0, len(keys) - 1
         while missing - held > 1:
             middle = (held + missing) // 2
-            if self._holds(names[middle], end_s):
+            if holds(middle):
                 held = middle
             else:
                 missing = middle
