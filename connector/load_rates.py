@@ -196,14 +196,17 @@ class TierLoadTimes:
         """A load has not come: all that is known is that it would have taken more than `waited_s`.
 
         `place` counts the loads that were to come up to and with it. What is known is never lowered by it,
-        and counts from now.
+        and counts from now, unless the load failed in less time than what is left of that: a tier that
+        refuses at once says nothing about how long its loads take.
         """
         company, at = self._company(place)
         least_s = waited_s / place * company
+        confirmed = self._measured_s is None or least_s >= self._elapsed_s[at] * self._kept(now_s - self._measured_s)
         if least_s > self._elapsed_s[at]:
             self._set(at, least_s)
         self._late = True
-        self._measured_s = now_s
+        if confirmed:
+            self._measured_s = now_s
 
     def on_stall(self, stall: Spent, now_s: float) -> None:
         """What the load that is next to end has taken so far, as of a report; all 0 for none under way."""
