@@ -139,6 +139,10 @@ class LoadGate:
         """A chunk did not come from `tier` in `waited_s`; `place` loads were to come up to and with it."""
         self._stages[tier].times.on_late(waited_s, place, now_s)
 
+    def on_failed(self, tier: int, waited_s: float, place: int, now_s: float) -> None:
+        """A load of a chunk from `tier` failed after `waited_s`; `place` as in `on_late`."""
+        self._stages[tier].times.on_failed(waited_s, place, now_s)
+
     def on_lost(self, tier: int) -> None:
         """A load at `tier` was given up, or came from elsewhere."""
         self._stages[tier].times.on_lost()

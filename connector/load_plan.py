@@ -272,7 +272,7 @@ class LoadPlan:
             if reason == reasons.DEADLINE:
                 gate.on_late(at, state.job.expires_s - state.job.start_s, max(1, state.place), now_s)
             elif reason in FAULTS:
-                gate.on_late(at, event.queue_s + event.tier_s, max(1, state.place), now_s)
+                gate.on_failed(at, event.queue_s + event.tier_s, max(1, state.place), now_s)
 
     def on_passed(self, state: LoadState, event: Passed, now_s: float) -> None:
         """A rank will not read from this source any more."""

@@ -196,17 +196,23 @@ class TierLoadTimes:
         """A load has not come: all that is known is that it would have taken more than `waited_s`.
 
         `place` counts the loads that were to come up to and with it. What is known is never lowered by it,
-        and counts from now, unless the load failed in less time than what is left of that: a tier that
-        refuses at once says nothing about how long its loads take.
+        and counts from now: it was waited for as long as it would have been worth.
+        """
+        self.on_failed(waited_s, place, now_s)
+        self._measured_s = now_s
+
+    def on_failed(self, waited_s: float, place: int, now_s: float) -> None:
+        """A load failed after `waited_s`, as `on_late`.
+
+        What is known is raised by one that took longer. One that took less says nothing about how long
+        loads take: a tier that is down refuses at once, and is as fast as before when it is back.
         """
         company, at = self._company(place)
         least_s = waited_s / place * company
-        confirmed = self._measured_s is None or least_s >= self._elapsed_s[at] * self._kept(now_s - self._measured_s)
         if least_s > self._elapsed_s[at]:
             self._set(at, least_s)
-        self._late = True
-        if confirmed:
             self._measured_s = now_s
+        self._late = True
 
     def on_stall(self, stall: Spent, now_s: float) -> None:
         """What the load that is next to end has taken so far, as of a report; all 0 for none under way."""

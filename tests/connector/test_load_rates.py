@@ -154,8 +154,7 @@ def test_a_late_load_raises_what_is_known_and_never_lowers_it():
     before = list(times.table())
     times.on_late(0.001, 1, 1.0)
     assert times.table() == before
-    times.on_late(10.0, 5, 2.0)
-    assert times.kept(2.0) == 1.0, "as late as before: it counts from now"
+    assert times.kept(1.0) == 1.0, "it counts from now"
 
 
 def test_a_load_that_fails_at_once_gives_an_old_bad_time_no_new_weight():
@@ -163,8 +162,15 @@ def test_a_load_that_fails_at_once_gives_an_old_bad_time_no_new_weight():
     times = TierLoadTimes(8)
     times.on_late(10.0, 1, 0.0)
     for step in range(1, 51):
-        times.on_late(0.0001, 1, float(step))
+        times.on_failed(0.0001, 1, float(step))
     assert times.kept(50.0) == pytest.approx(0.5 ** (50.0 / HALF_LIFE_S))
+
+
+def test_a_load_that_fails_after_a_long_time_raises_what_is_known():
+    times = taught(8, *[(0.010, 1)] * 5)
+    times.on_failed(5.0, 1, 1.0)
+    assert times.table()[1] >= 5.0
+    assert times.kept(1.0) == 1.0
 
 
 def test_a_read_that_does_not_end_counts_as_what_it_has_taken_so_far():
