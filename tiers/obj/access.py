@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, TypedDict, cast
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from kvsluice.tiers.errors import ConfigError
-from kvsluice.tiers.obj.failures import ObjectFailure, RequestFailedError
+from kvsluice.tiers.obj.failures import ObjectFailure, RequestFailedError, is_code
 from kvsluice.tiers.obj.wire import Target
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ __all__ = [
     "boto_errors",
     "endpoint_of",
     "failure_of_boto",
+    "fits_header",
     "signs_payload",
 ]
 
@@ -170,10 +171,13 @@ def endpoint_of(endpoint_url: str | None) -> SplitResult | None:
     try:
         parts = urlsplit(endpoint_url if "://" in endpoint_url else f"https://{endpoint_url}")
         port = parts.port
-    except ValueError as error:
-        raise ConfigError(f"endpoint_url is no URL: {error}") from None
+    except ValueError:
+        # Python's own words repeat what it takes for the port or the host, which may be half of a password.
+        raise ConfigError("endpoint_url is no URL: give https://HOST[:PORT] or http://HOST[:PORT]") from None
     if parts.username is not None or parts.password is not None:
         raise ConfigError("endpoint_url holds credentials: give them as access_key and secret_key")
+    if parts.query or parts.fragment:
+        raise ConfigError("endpoint_url has a query or a fragment, which an endpoint cannot have")
     if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
         raise ConfigError(f"endpoint_url is {endpoint_url!r}: give https://HOST[:PORT] or http://HOST[:PORT]")
     return parts
@@ -208,6 +212,9 @@ class Access:
         self._renewed_s = clock() - _RENEW_EVERY_S
         if (options.access_key is None) != (options.secret_key is None):
             raise ConfigError("access_key and secret_key go together: give both, or neither")
+        for name in ("access_key", "session_token"):
+            if not fits_header(getattr(options, name) or ""):
+                raise ConfigError(f"{name} holds a character that no header can carry, such as a line break")
         try:
             self._new_session()
             from botocore.config import Config
@@ -223,9 +230,6 @@ class Access:
         Raises:
             ConfigError: boto3 refuses the configuration.
         """
-        from botocore.httpsession import ProxyConfiguration
-        from botocore.utils import get_environ_proxies
-
         # A presigned URL is boto3's word on style, host, path and region.
         with _refusals():
             signed = self.client(endpoint_url).generate_presigned_url(
@@ -236,16 +240,9 @@ class Access:
         path = parts.path[: -len("k")]
         base = f"{parts.scheme}://{parts.netloc}{path}"
         scope = parse_qs(parts.query)["X-Amz-Credential"][0].split("/")
-        if scope[3] != "s3":
-            raise ConfigError(f"bucket {self.bucket!r} is one of service {scope[3]!r}: the obj tier speaks plain S3")
-        known = ProxyConfiguration(get_environ_proxies(base))
-        proxy_url = known.proxy_url_for(base)
-        proxy_headers: Mapping[str, str] = known.proxy_headers_for(proxy_url) if proxy_url else {}
-        proxy = urlsplit(proxy_url) if proxy_url else None
-        if proxy is not None and (proxy.scheme != "http" or not proxy.hostname):
-            raise ConfigError(
-                f"the proxy for {base} is of scheme {proxy.scheme!r}: the obj tier goes through http ones"
-            )
+        if ".s3express-" in host:
+            raise ConfigError(f"bucket {self.bucket!r} is one of S3 Express: the obj tier speaks plain S3")
+        proxy, proxy_headers = _proxy_for(base)
         is_tls = parts.scheme == "https"
         asks_proxy = proxy is not None and not is_tls
         sign = self._options.sign_payload
@@ -254,7 +251,8 @@ class Access:
             base=base,
             path=base if asks_proxy else path,
             host=parts.netloc,
-            region=scope[2],
+            # From the end: a key may have slashes in it.
+            region=scope[-3],
             signs_payload=signs_payload(parts) if sign == "auto" else sign == "on",
             proxy_headers=proxy_headers if asks_proxy else {},
             target=Target(
@@ -288,13 +286,7 @@ class Access:
             data=body if place.signs_payload else None,
         )
         request.context["client_config"] = self._signed_body if place.signs_payload else self._unsigned_body
-        # Asking for the keys is what makes boto3 fetch newer ones before these expire.
-        try:
-            keys = self._keys()
-        except boto_errors() as error:
-            # Its own words may hold what a helper program printed.
-            raise RequestFailedError(ObjectFailure(None, type(error).__name__, "credentials")) from None
-        S3SigV4Auth(keys, "s3", place.region).add_auth(request)
+        S3SigV4Auth(self._current_keys(), "s3", place.region).add_auth(request)
         signed = dict(request.headers.items())
         signed["user-agent"] = _USER_AGENT
         if body is not None:
@@ -310,16 +302,17 @@ class Access:
             if self._clock() - self._renewed_s < _RENEW_EVERY_S:
                 return False
             self._renewed_s = self._clock()
-        old = self._keys()
-        self._new_session()
         try:
+            old = self._current_keys()
+            self._new_session()
             self._keys = self._find_keys()
-        except ConfigError:
+            new = self._current_keys()
+        except (ConfigError, RequestFailedError):
             return False
         with self._lock:
             # Those in use go on to their end.
             self._clients.clear()
-        return self._keys() != old
+        return new != old
 
     def client(self, endpoint_url: str | None) -> S3Client:
         """boto3's client of one endpoint, for listings, batches and multipart uploads.
@@ -348,6 +341,17 @@ class Access:
         self._core = botocore.session.get_session()
         self._session = boto3.session.Session(botocore_session=self._core)
 
+    def _current_keys(self) -> ReadOnlyCredentials:
+        """Asking for the keys is what makes boto3 fetch newer ones before these expire."""
+        try:
+            keys = self._keys()
+        except Exception as error:  # noqa: BLE001 - boto3 runs helpers to get them, and passes on what these raise
+            # Without its words, which may hold what a helper printed.
+            raise RequestFailedError(ObjectFailure(None, type(error).__name__, "credentials")) from None
+        if not fits_header(keys.access_key or "") or not fits_header(keys.token or ""):
+            raise RequestFailedError(ObjectFailure(None, "one holds a line break or the like", "credentials"))
+        return keys
+
     def _find_keys(self) -> Callable[[], ReadOnlyCredentials]:
         from botocore.credentials import ReadOnlyCredentials
 
@@ -369,6 +373,10 @@ class Access:
 
         options = self._options
         endpoint = endpoint_of(endpoint_url)
+        style = options.addressing_style
+        if endpoint is None and style == "auto":
+            # The same, but that boto3 presigns for the region's own endpoint: newer regions are not at the global one.
+            style = "virtual"
         with _refusals():
             client = self._session.client(
                 "s3",
@@ -380,7 +388,7 @@ class Access:
                 verify=options.ca_bundle,
                 config=Config(
                     signature_version="s3v4",
-                    s3={"addressing_style": options.addressing_style},
+                    s3={"addressing_style": style},
                     request_checksum_calculation="when_required",
                     response_checksum_validation="when_required",
                     connect_timeout=options.connect_timeout_s,
@@ -399,6 +407,35 @@ class Access:
             return ssl.create_default_context(cafile=str(bundle))
         except OSError as error:
             raise ConfigError(f"ca_bundle {str(bundle)!r} cannot be used: {error}") from error
+
+
+def fits_header(text: str) -> bool:
+    """Whether a header can carry it as it stands; the refusal of one that cannot would repeat it."""
+    return text.isascii() and text.isprintable()
+
+
+def _proxy_for(base: str) -> tuple[SplitResult | None, Mapping[str, str]]:
+    """The environment's proxy for that URL, and the headers it wants."""
+    from botocore.httpsession import ProxyConfiguration
+    from botocore.utils import get_environ_proxies
+
+    proxies: Mapping[str, str] = get_environ_proxies(base)
+    found = proxies.get(urlsplit(base).scheme)
+    if not found:
+        return None, {}
+    scheme, there, _ = found.partition("://")
+    if there and scheme != "http":
+        raise ConfigError(f"the proxy for {base} is of scheme {scheme!r}: the obj tier goes through http ones")
+    known = ProxyConfiguration(proxies)
+    url = known.proxy_url_for(base)
+    try:
+        proxy = urlsplit(url)
+        usable = proxy.hostname and proxy.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ConfigError(f"the proxy for {base} is no URL: give http://HOST[:PORT]")
+    return proxy, known.proxy_headers_for(url)
 
 
 @contextlib.contextmanager
@@ -425,4 +462,5 @@ def failure_of_boto(error: Exception) -> ObjectFailure:
     if not isinstance(error, ClientError):
         return ObjectFailure(None, str(error), type(error).__name__)
     status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    return ObjectFailure(status, str(error.response.get("Error", {}).get("Code", "unknown")), "status")
+    code = str(error.response.get("Error", {}).get("Code", ""))
+    return ObjectFailure(status, code if is_code(code) else str(status), "status")

@@ -113,6 +113,9 @@ class Endpoints:
 
     def opened(self, endpoint: Endpoint, way: Way, failure: ObjectFailure) -> None:
         """A breaker opened: see to it that somebody asks until it can close again."""
+        if self._closing.is_set():
+            # Closing breaks off what is under way, and that is no news.
+            return
         logger.warning(
             "%s: %s of %s fail in a row (%s): none are sent until it answers a probe",
             self._name,

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Final
 
-__all__ = ["DEADLINE", "SHORT_BODY", "ObjectFailure", "RequestFailedError", "failure_of_answer", "failure_of_error"]
+__all__ = [
+    "DEADLINE",
+    "SHORT_BODY",
+    "ObjectFailure",
+    "RequestFailedError",
+    "failure_of_answer",
+    "failure_of_error",
+    "is_code",
+]
 
 DEADLINE: Final = "deadline"
 """The operation's own time was over."""
@@ -39,6 +47,8 @@ _EXPIRED_CODES: Final = frozenset({"ExpiredToken", "InvalidAccessKeyId", "Invali
 _PASSING_STATUSES: Final = frozenset({408, 429, 500, 502, 503, 504})
 _PASSING_CODES: Final = frozenset({"ConditionalRequestConflict", "OperationAborted", "RequestTimeout"})
 _CODE = re.compile(rb"<Code>\s*([A-Za-z0-9._-]{1,64})\s*</Code>")
+_PLAIN_CODE = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_REGION = re.compile(r"[A-Za-z0-9-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +132,11 @@ class RequestFailedError(Exception):
         self.failure = failure
 
 
+def is_code(word: str) -> bool:
+    """Whether it looks like an error code, and not like other words of the server's."""
+    return _PLAIN_CODE.fullmatch(word) is not None
+
+
 def failure_of_answer(status: int, headers: Mapping[str, str], body: bytes, now_epoch_s: float) -> ObjectFailure:
     """What an answer other than the wanted one says; `headers` by lower-case name.
 
@@ -142,8 +157,9 @@ def failure_of_answer(status: int, headers: Mapping[str, str], body: bytes, now_
         retry_after_s = max(0.0, float(headers.get("retry-after", "0")))
     except ValueError:
         retry_after_s = 0.0
-    region = headers.get("x-amz-bucket-region") if status in (301, 307, 400) else None
-    return ObjectFailure(status, code, "status", region, skew_s, retry_after_s)
+    region = headers.get("x-amz-bucket-region", "") if status in (301, 307, 400) else ""
+    known_region = region if _REGION.fullmatch(region) else None
+    return ObjectFailure(status, code, "status", known_region, skew_s, retry_after_s)
 
 
 def failure_of_error(error: Exception, *, connecting: bool = False) -> ObjectFailure:
@@ -167,6 +183,9 @@ def failure_of_error(error: Exception, *, connecting: bool = False) -> ObjectFai
             kind = "connect"
         case ConnectionError() | ssl.SSLError() | http.client.IncompleteRead():
             kind = "reset"
+        case http.client.BadStatusLine() | http.client.UnknownProtocol():
+            # Their words are what the other side sent.
+            kind, words = "protocol", "that is no HTTP/1"
         case http.client.HTTPException():
             kind = "protocol"
         case _:

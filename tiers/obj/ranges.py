@@ -11,7 +11,7 @@ from kvsluice.tiers.obj.wire import Response
 
 __all__ = ["NoRangesError", "OtherLengthError", "get_in_ranges"]
 
-_CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+)")
+_CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,19})-(\d{1,19})|\*)/(\d{1,19})", re.ASCII)
 
 
 class OtherLengthError(Exception):

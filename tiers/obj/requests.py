@@ -116,13 +116,15 @@ class Requests:
                     continue
                 if not failure.may_pass or len(tried) >= self._max_attempts:
                     raise
-                if self._has_untried(request.way, tried):
-                    continue
-                wait_s = self._random_s(min(_BACKOFF_AT_MOST_S, _BACKOFF_S * 2 ** (len(tried) - 1)))
-                wait_s = max(wait_s, failure.retry_after_s)
+                wait_s = 0.0
+                if not self._has_untried(request.way, tried):
+                    wait_s = self._random_s(min(_BACKOFF_AT_MOST_S, _BACKOFF_S * 2 ** (len(tried) - 1)))
+                    wait_s = max(wait_s, failure.retry_after_s)
                 if self._clock() + wait_s >= end_s:
+                    # The next endpoint would be blamed for the time that this one took.
                     raise
-                self._pause(wait_s)
+                if wait_s > 0:
+                    self._pause(wait_s)
 
     def now_s(self) -> float:
         """On the clock that deadlines are given on."""
@@ -136,7 +138,7 @@ class Requests:
         """
         for attempt in range(self._max_attempts):
             try:
-                self._exchange(request, endpoint, end_s, no_body)
+                self._exchange(request, endpoint, end_s, Response.read_words)
             except RequestFailedError as error:  # noqa: PERF203 - as above
                 wait_s = self._random_s(_BACKOFF_S * 2**attempt)
                 last = attempt + 1 == self._max_attempts or self._clock() + wait_s >= end_s
@@ -151,7 +153,7 @@ class Requests:
             end_s = self._clock() + _PROBE_S
             self._exchange(request, endpoint, end_s, no_body, fresh=True)
         except RequestFailedError as error:
-            return not error.failure.blames_endpoint
+            return error.failure.status is not None and not error.failure.blames_endpoint
         return True
 
     def count(self, failure: ObjectFailure) -> None:

@@ -13,7 +13,7 @@ from urllib.parse import quote
 from kvsluice.tiers.base import Tier, TierUsage
 from kvsluice.tiers.errors import ChunkDamagedError, ChunkMissingError, ConfigError, TierUnavailableError
 from kvsluice.tiers.names import NAMESPACE_FILE, check_namespace, facts_document, file_name, key_of
-from kvsluice.tiers.obj.access import Access, AccessOptions, boto_errors, endpoint_of, failure_of_boto
+from kvsluice.tiers.obj.access import Access, AccessOptions, boto_errors, endpoint_of, failure_of_boto, fits_header
 from kvsluice.tiers.obj.endpoints import Endpoint, Endpoints
 from kvsluice.tiers.obj.failures import ObjectFailure, RequestFailedError
 from kvsluice.tiers.obj.parts import MIN_PART_BYTES, PartCrew, Span, Trial, cut
@@ -128,6 +128,13 @@ class ObjectTier(Tier):
             )
             if value is not None
         }
+        for option, value in (
+            ("server_side_encryption", server_side_encryption),
+            ("sse_kms_key_id", sse_kms_key_id),
+            ("storage_class", storage_class),
+        ):
+            if not fits_header(value or ""):
+                raise ConfigError(f"{option} is {value!r}: no header can carry that")
         if part_bytes < MIN_PART_BYTES:
             raise ConfigError(f"part_bytes is {part_bytes}: S3 takes parts of at least {MIN_PART_BYTES} bytes")
         urls: Sequence[str | None] = (
@@ -309,7 +316,9 @@ class ObjectTier(Tier):
         for endpoint in self._endpoints.all:
             where = f"bucket {self._bucket!r} at {endpoint.place.url or 'AWS'}"
             try:
-                self._requests.ask_one(endpoint, Request("HEAD", ""), self._end_s())
+                # A listing, and no HEAD: the answer to that has no body, and so does not say what is wrong.
+                listing = Request("GET", "", f"list-type=2&max-keys=1&prefix={quote(self._base, safe='~')}")
+                self._requests.ask_one(endpoint, listing, self._end_s())
             except RequestFailedError as error:
                 failure = error.failure
                 if failure.region is not None or failure.status in (301, 307):

@@ -16,7 +16,7 @@ import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import SplitResult
@@ -27,8 +27,6 @@ from kvsluice.tiers.obj.failures import DEADLINE, SHORT_BODY, ObjectFailure, Req
 
 __all__ = ["Connection", "HttpPool", "Response", "Target", "Timeouts"]
 
-_SEND_WINDOW_BYTES: Final = 1 << 20
-"""What is sent under one timeout: a socket's `sendall` takes its timeout for all that it is given."""
 _ERROR_BODY_BYTES: Final = 16 << 10
 """What is read of an answer that tells of a failure: its code stands at the start."""
 _MAX_IDLE_S: Final = 20.0
@@ -52,14 +50,14 @@ class Target:
     Attributes:
         host, port: of the store.
         tls: the context to wrap connections in; None for plain http.
-        proxy: an http proxy to go through; None for the straight way.
-        proxy_headers: what it wants to see, such as credentials: never to be shown.
+        proxy: an http proxy to go through; None for the straight way. Its URL may hold a password: never to be shown.
+        proxy_headers: what it wants to see, such as credentials: as little.
     """
 
     host: str
     port: int
     tls: ssl.SSLContext | None
-    proxy: SplitResult | None = None
+    proxy: SplitResult | None = field(default=None, repr=False)
     proxy_headers: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
@@ -87,27 +85,43 @@ class _TimedSocket:
         self._clock = clock
 
     def recv_into(self, buffer: Buffer) -> int:
-        self._arm()
-        return self.sock.recv_into(buffer)
+        with self._waiting():
+            return self.sock.recv_into(buffer)
 
     def sendall(self, data: Buffer) -> None:
+        # Not the socket's own, which takes one timeout for all of it: what counts is whether bytes go out.
         view = memoryview(data)
-        for start in range(0, view.nbytes, _SEND_WINDOW_BYTES):
-            self._arm()
-            self.sock.sendall(view[start : start + _SEND_WINDOW_BYTES])
+        position = 0
+        while position < view.nbytes:
+            with self._waiting():
+                position += self.sock.send(view[position:])
 
     def makefile(self, mode: str, bufsize: int | None = None) -> io.BufferedReader:
         del mode, bufsize  # `http.client` asks for a reader alone.
         return io.BufferedReader(_Reader(self))
 
+    def abort(self) -> None:
+        """End whatever wait is going on in it, from any thread."""
+        with contextlib.suppress(OSError):
+            # Not the socket's own `shutdown`: an SSLSocket forgets its TLS there, and the thread that is in the middle
+            # of a body would go on with what lies on the wire, as if it were the body.
+            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Nothing: `http.client` closes after the head of a last answer, whose body is still to be read."""
 
-    def _arm(self) -> None:
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
         left_s = self.end_s - self._clock()
         if left_s <= 0:
             raise RequestFailedError(ObjectFailure(None, "", DEADLINE))
         self.sock.settimeout(min(left_s, self.read_s))
+        try:
+            yield
+        except TimeoutError as error:
+            if left_s <= self.read_s:
+                raise RequestFailedError(ObjectFailure(None, "", DEADLINE)) from error
+            raise
 
 
 class Response:
@@ -151,7 +165,7 @@ class Response:
 
     def read_words(self) -> bytes:
         """The start of a body that tells of a failure."""
-        return self._raw.read(_ERROR_BODY_BYTES)
+        return self._read(_ERROR_BODY_BYTES)
 
     def finish(self) -> bool:
         """Whether nothing of the body is left, so that the connection can serve again."""
@@ -160,8 +174,14 @@ class Response:
             return False
         if not raw.isclosed() and not raw.length:
             # No body, or one in pieces, whose end is a piece too.
-            raw.read(1)
+            self._read(1)
         return raw.isclosed()
+
+    def _read(self, most_bytes: int) -> bytes:
+        try:
+            return self._raw.read(most_bytes)
+        except ValueError as error:
+            raise http.client.HTTPException("a piece of the body has a negative length") from error
 
 
 class Connection:
@@ -200,9 +220,9 @@ class Connection:
             self._http.putheader(name, value)
         try:
             self._http.endheaders(body)
-        except ConnectionError:
-            # A server that refuses a large body answers and closes without reading it: the answer tells more than
-            # the reset does.
+        except OSError:
+            # A server that refuses a large body answers and reads no further, or resets the connection: the answer
+            # tells more than the error does. (TLS has errors of its own for a reset.)
             self._timed.read_s = min(self._timed.read_s, _EARLY_ANSWER_S)
             with contextlib.suppress(OSError, http.client.HTTPException):
                 response = Response(self._http.getresponse(), is_last=True)
@@ -221,8 +241,7 @@ class Connection:
 
     def abort(self) -> None:
         """End whatever wait is going on in it; its thread sees an error."""
-        with contextlib.suppress(OSError):
-            self._timed.sock.shutdown(socket.SHUT_RDWR)
+        self._timed.abort()
 
     def close(self) -> None:
         self._http.close()
@@ -244,6 +263,7 @@ class HttpPool:
         self._clock = clock
         self._idle: deque[Connection] = deque()
         self._busy: set[Connection] = set()
+        self._opening: set[_TimedSocket] = set()
         self._lock = threading.Lock()
         self._closed = False
         self._turn = itertools.count()
@@ -292,10 +312,12 @@ class HttpPool:
         """End all connections; operations that wait on one fail at once. Idempotent."""
         with self._lock:
             self._closed = True
-            idle, busy = list(self._idle), list(self._busy)
+            idle = list(self._idle)
             self._idle.clear()
-            for connection in busy:
+            for connection in self._busy:
                 connection.abort()
+            for timed in self._opening:
+                timed.abort()
         for connection in idle:
             connection.close()
 
@@ -312,42 +334,64 @@ class HttpPool:
         proxy = target.proxy
         host = target.host if proxy is None else proxy.hostname or ""
         port = target.port if proxy is None else proxy.port or 80
-        sock = self._connect(host, port, end_s)
+        timed = self._connect(host, port, end_s)
         try:
-            timed = _TimedSocket(sock, self._timeouts.connect_s, self._clock)
-            timed.end_s = end_s
             if target.tls is not None:
                 if proxy is not None:
                     self._tunnel(timed)
+                sock = target.tls.wrap_socket(timed.sock, server_hostname=target.host, do_handshake_on_connect=False)
+                self._opens(timed, sock)
                 sock.settimeout(self._left_s(end_s))
-                sock = target.tls.wrap_socket(sock, server_hostname=target.host)
-                timed.sock = sock
+                sock.do_handshake()
             return Connection(timed, target.host, target.port, self._timeouts.read_s)
         except BaseException:
-            sock.close()
+            timed.sock.close()
             raise
+        finally:
+            self._opened(timed)
 
-    def _connect(self, host: str, port: int, end_s: float) -> socket.socket:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    def _connect(self, host: str, port: int, end_s: float) -> _TimedSocket:
+        """A socket that is up, and that `close` knows of."""
+        try:
+            addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except UnicodeError as error:
+            raise socket.gaierror(socket.EAI_NONAME, "that is no host name") from error
         # A name with several addresses stands for several servers: each new connection starts at the next.
         first = next(self._turn) % len(addresses)
         last: OSError | None = None
         for family, kind, protocol, _, address in addresses[first:] + addresses[:first]:
             sock = socket.socket(family, kind, protocol)
+            timed = _TimedSocket(sock, self._timeouts.connect_s, self._clock)
+            timed.end_s = end_s
             try:
+                self._opens(timed, sock)
                 sock.settimeout(self._left_s(end_s))
                 sock.connect(address)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             except OSError as error:
+                self._opened(timed)
                 sock.close()
                 last = error
             except BaseException:
+                self._opened(timed)
                 sock.close()
                 raise
             else:
-                return sock
+                return timed
         raise last or OSError(f"{host} has no address")
+
+    def _opens(self, timed: _TimedSocket, sock: socket.socket) -> None:
+        """`timed` waits on `sock` from now on, until `close` or `_opened`."""
+        timed.sock = sock
+        with self._lock:
+            if self._closed:
+                raise RequestFailedError(ObjectFailure(None, "", "closed"))
+            self._opening.add(timed)
+
+    def _opened(self, timed: _TimedSocket) -> None:
+        with self._lock:
+            self._opening.discard(timed)
 
     def _left_s(self, end_s: float) -> float:
         left_s = end_s - self._clock()

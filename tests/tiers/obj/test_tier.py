@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import socket
 import sys
@@ -24,6 +25,7 @@ from kvsluice.tiers.obj.failures import RequestFailedError
 from kvsluice.tiers.reasons import DISK_FULL, IO_ERROR, MISSING, OVERSIZE, SHORT
 
 KEY = bytes(range(34))
+MIB = 1 << 20
 IMAGE = bytes(range(256)) * 64
 
 
@@ -292,7 +294,7 @@ def test_facts_that_may_not_be_written_are_a_warning(scripted, answer, caplog):
     scripted.script = lambda request: (
         answer.error(403, "AccessDenied")
         if request.method == "PUT"
-        else answer(200 if request.path == "/kv-test/" else 404)
+        else answer(200 if request.path.startswith("/kv-test/?list-type=2") else 404)
     )
     ObjectTier(
         "kv-test", endpoint_url=scripted.endpoint_url, access_key="a", secret_key="b", namespace_facts={"a": 1}
@@ -393,3 +395,167 @@ def test_bisecting_finds_every_prefix(num_keys, num_held):
     keys = [bytes([index]) for index in range(num_keys)]
     held = {tier.object_key(key) for key in keys[:num_held]}
     assert tier.held_prefix(keys) == min(num_keys, num_held)
+
+
+@pytest.mark.parametrize("urls", [[], ["https://s3.example", "https://s3.example"]])
+def test_each_endpoint_is_given_once_and_at_least_one(urls):
+    with pytest.raises(ConfigError, match="endpoint_url"):
+        ObjectTier("kv-test", endpoint_url=urls, access_key="a", secret_key="b")
+
+
+def test_a_bucket_in_another_region_is_a_configuration_error_that_names_it(scripted, answer):
+    scripted.script = lambda request: answer(301, b"", {"x-amz-bucket-region": "eu-west-3"})
+    with pytest.raises(ConfigError, match=r"another region: set region .*eu-west-3"):
+        ObjectTier("kv-test", endpoint_url=scripted.endpoint_url, access_key="a", secret_key="b")
+
+
+# What goes with a PUT
+
+SSE = {"server_side_encryption": "aws:kms", "sse_kms_key_id": "key-1", "storage_class": "STANDARD_IA"}
+SSE_HEADERS = {
+    "x-amz-server-side-encryption": "aws:kms",
+    "x-amz-server-side-encryption-aws-kms-key-id": "key-1",
+    "x-amz-storage-class": "STANDARD_IA",
+}
+
+
+def test_encryption_and_storage_class_stand_on_every_put_and_on_nothing_else(
+    scripted, make_scripted_tier, answer, assert_signed
+):
+    tier = make_scripted_tier(**SSE)
+    scripted.script = lambda request: answer(200, IMAGE[:10] if request.method == "GET" else b"")
+    tier.store(KEY, view(IMAGE), 10)
+    tier.load(KEY, view(IMAGE), 10)
+    tier.held_prefix([KEY])
+    tier.delete(KEY)
+    for request in scripted.requests:
+        found = {name: request.headers[name] for name in SSE_HEADERS if name in request.headers}
+        assert found == (SSE_HEADERS if request.method == "PUT" else {})
+        assert_signed(request, "b")
+
+
+@pytest.mark.parametrize("option", list(SSE))
+@pytest.mark.parametrize("value", ["STANDARD\n", "a\r\nb: c", "\u20ac"])
+def test_what_no_header_can_carry_is_a_configuration_error(option, value):
+    with pytest.raises(ConfigError, match=option):
+        ObjectTier("kv-test", endpoint_url="http://127.0.0.1:1", access_key="a", secret_key="b", **{option: value})
+
+
+def test_a_signed_payload_is_signed_by_its_digest(scripted, make_scripted_tier, assert_signed):
+    tier = make_scripted_tier(sign_payload="on")
+    tier.store(KEY, view(IMAGE), len(IMAGE))
+    (put,) = scripted.requests
+    assert put.headers["x-amz-content-sha256"] == hashlib.sha256(IMAGE).hexdigest()
+    assert_signed(put, "b")
+
+
+@pytest.mark.parametrize("prefix", ["team a/+plus", "\u00fcn\u00ef/\u6587", "a&b=c?d#e;f,g:h@i!j$k'l(m)n*o%20"])
+def test_a_prefix_of_any_characters_is_one_name_for_our_requests_and_for_boto3(bucket, prefix):
+    tier = ObjectTier(bucket.name, prefix=prefix, namespace="ab12", **bucket.credentials)
+    assert tier.store(KEY, view(IMAGE), 100) == 100
+    assert bucket.keys() == [f"{prefix}/ab12/{KEY.hex()}.safetensors"]
+    assert tier.load(KEY, view(IMAGE), 100) == 100
+    assert list(tier.scan()) == [KEY]
+    assert tier.clear() == 1
+    tier.close()
+
+
+# Parts
+
+PARTS = {"parts": "on", "part_bytes": 5 * MIB, "max_connections": 4}
+LARGE = bytes(range(256)) * (10 * MIB // 256)
+
+
+def test_a_part_below_what_s3_takes_is_a_configuration_error():
+    with pytest.raises(ConfigError, match=f"part_bytes is {5 * MIB - 1}"):
+        ObjectTier("kv-test", part_bytes=5 * MIB - 1)
+
+
+def test_a_large_chunk_goes_and_comes_in_parts(bucket):
+    tier = ObjectTier(bucket.name, namespace="ab12", storage_class="STANDARD_IA", **PARTS, **bucket.credentials)
+    assert tier.store(KEY, view(LARGE), len(LARGE)) == len(LARGE)
+    client = bucket.client()
+    head = client.head_object(Bucket=bucket.name, Key=tier.object_key(KEY))
+    assert head["ETag"].endswith('-2"')
+    assert head["StorageClass"] == "STANDARD_IA"
+    assert not client.list_multipart_uploads(Bucket=bucket.name).get("Uploads")
+    client.close()
+    buffer = view(bytes(len(LARGE) + 10))
+    assert tier.load(KEY, buffer, len(LARGE)) == len(LARGE)
+    assert buffer == LARGE + bytes(10)
+    assert tier.store(KEY, view(LARGE[::-1]), len(LARGE)) == 0
+    assert bucket.read(tier.object_key(KEY)) == LARGE
+    with pytest.raises(ChunkDamagedError) as caught:
+        tier.load(KEY, view(bytes(len(LARGE) + MIB)), len(LARGE) + MIB)
+    assert caught.value.reason == SHORT
+    tier.close()
+
+
+def in_ranges(answer, held, etag=lambda start: '"e"'):
+    """Answers GETs of ranges of `held`."""
+
+    def serve(request):
+        start, last = map(int, request.headers["range"].removeprefix("bytes=").split("-"))
+        headers = {"Content-Range": f"bytes {start}-{last}/{len(held)}", "ETag": etag(start)}
+        return answer(206, held[start : last + 1], headers)
+
+    return serve
+
+
+def test_an_object_that_was_replaced_between_two_ranges_is_unavailable_and_not_damaged(
+    scripted, make_scripted_tier, answer
+):
+    tier = make_scripted_tier(**PARTS)
+    scripted.script = in_ranges(answer, LARGE, etag=lambda start: f'"{start}"')
+    with pytest.raises(TierUnavailableError, match="replaced") as caught:
+        tier.load(KEY, view(LARGE), len(LARGE))
+    assert caught.value.reason == IO_ERROR
+    assert tier.failure_counts() == {"replaced": 1}
+
+
+def test_an_object_of_another_length_is_damaged_in_ranges_too(scripted, make_scripted_tier, answer):
+    tier = make_scripted_tier(**PARTS)
+    scripted.script = in_ranges(answer, LARGE + b"x")
+    with pytest.raises(ChunkDamagedError) as caught:
+        tier.load(KEY, view(LARGE), len(LARGE))
+    assert caught.value.reason == OVERSIZE
+    scripted.script = lambda request: answer.error(416, "InvalidRange")
+    with pytest.raises(ChunkDamagedError) as caught:
+        tier.load(KEY, view(LARGE), len(LARGE))
+    assert caught.value.reason == SHORT
+
+
+def test_a_server_without_ranges_is_found_out_once(scripted, make_scripted_tier, answer, caplog):
+    tier = make_scripted_tier(**PARTS)
+    scripted.script = lambda request: answer(200, LARGE)
+    for _ in range(2):
+        buffer = view(bytes(len(LARGE)))
+        assert tier.load(KEY, buffer, len(LARGE)) == len(LARGE)
+        assert buffer == LARGE
+    assert ["range" in request.headers for request in scripted.requests] == [True, True, False, False]
+    assert len([record for record in caplog.records if "does not answer to ranges" in record.getMessage()]) == 1
+
+
+def test_without_a_condition_on_uploads_a_large_chunk_goes_whole(scripted, make_scripted_tier, answer):
+    """As on Ceph's gateway, where an upload would replace what another writer put."""
+    tier = make_scripted_tier(**{**PARTS, "parts": "auto"})
+
+    def serve(request):
+        if request.method == "POST" and "uploads=" in request.path:
+            return answer(200, b"<R><UploadId>u</UploadId></R>")
+        if request.method == "GET":
+            return answer(200, b"<R><IsTruncated>false</IsTruncated></R>")
+        return answer(404 if request.method == "HEAD" else 200, b"", {"ETag": '"e"'})
+
+    scripted.script = serve
+    for _ in range(3):
+        assert tier.store(KEY, view(LARGE), len(LARGE)) == len(LARGE)
+    whole = [request for request in scripted.requests if len(request.body) == len(LARGE)]
+    assert len(whole) == 3
+    assert all(request.headers["if-none-match"] == "*" for request in whole)
+
+
+def test_an_upload_that_is_refused_is_not_harmful(scripted, make_scripted_tier, answer):
+    tier = make_scripted_tier(**PARTS)
+    scripted.script = lambda request: answer.error(403, "AccessDenied") if request.method == "POST" else answer()
+    assert tier.store(KEY, view(LARGE), len(LARGE)) == len(LARGE)
