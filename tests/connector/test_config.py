@@ -22,6 +22,7 @@ from kvsluice.connector.config import (
     parse_size,
 )
 from kvsluice.connector.config_errors import is_secret_key
+from kvsluice.connector.ladder import open_tier
 from kvsluice.tiers.errors import ConfigError
 
 HOST: dict[str, object] = {"type": "host", "capacity": "8GiB"}
@@ -160,6 +161,80 @@ def test_credentials_in_an_endpoint_become_the_keys() -> None:
     assert (tier.access_key.get_secret_value(), tier.secret_key.get_secret_value()) == ("me", "p@ss")
 
 
+@pytest.mark.parametrize(
+    ("written", "kept"),
+    [
+        (["s3-1.example", "http://s3-2.example:9000"], ("https://s3-1.example", "http://s3-2.example:9000")),
+        (("https://s3.example",), ("https://s3.example",)),
+        ("https://s3.example", "https://s3.example"),
+        (None, None),
+    ],
+)
+def test_endpoints_are_one_or_a_list(written: object, kept: object) -> None:
+    tier = make({**OBJ, "endpoint_url": written}).tiers[0]
+    assert isinstance(tier, ObjTierConfig)
+    assert tier.endpoint_url == kept
+
+
+@pytest.mark.parametrize(
+    "urls", [["https://me:pw@one.example", "two.example"], ["https://me:pw@one.example", "http://me:pw@two.example"]]
+)
+def test_credentials_in_a_list_of_endpoints_become_the_keys_of_all(urls: list[str]) -> None:
+    tier = make({**OBJ, "endpoint_url": urls}).tiers[0]
+    assert isinstance(tier, ObjTierConfig)
+    assert tier.endpoint_url is not None
+    assert not [url for url in tier.endpoint_url if "@" in url]
+    assert tier.access_key is not None
+    assert tier.secret_key is not None
+    assert (tier.access_key.get_secret_value(), tier.secret_key.get_secret_value()) == ("me", "pw")
+
+
+def test_what_an_object_tier_can_be_told_has_these_defaults() -> None:
+    tier = make(OBJ).tiers[0]
+    assert isinstance(tier, ObjTierConfig)
+    assert (tier.endpoint_url, tier.sign_payload, tier.parts, tier.part_bytes) == (None, "auto", "auto", 8 << 20)
+    assert (tier.connect_timeout_s, tier.read_timeout_s, tier.operation_timeout_s, tier.max_attempts) == (2, 5, 10, 3)
+    assert (tier.server_side_encryption, tier.sse_kms_key_id, tier.storage_class) == (None, None, None)
+
+
+OBJ_OPTIONS: dict[str, object] = {
+    "bucket": "kv",
+    "endpoint_url": ("https://one.example", "http://two.example"),
+    "prefix": "team-a",
+    "region": "eu-west-3",
+    "access_key": "a",
+    "secret_key": "b",
+    "session_token": "c",
+    "ca_bundle": "/etc/ca.pem",
+    "addressing_style": "virtual",
+    "sign_payload": "on",
+    "server_side_encryption": "aws:kms",
+    "sse_kms_key_id": "key-1",
+    "storage_class": "STANDARD_IA",
+    "parts": "off",
+    "part_bytes": 16 << 20,
+    "connect_timeout_s": 1.5,
+    "read_timeout_s": 2.5,
+    "operation_timeout_s": 3.5,
+    "max_attempts": 4,
+}
+
+
+def test_what_an_object_tier_is_told_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, object] = {}
+
+    def build(bucket: str, **options: object) -> object:
+        given.update(bucket=bucket, **options)
+        return object()
+
+    monkeypatch.setattr("kvsluice.connector.ladder.ObjectTier", build)
+    written = {**OBJ_OPTIONS, "part_bytes": "16MiB", "endpoint_url": list(map(str, OBJ_OPTIONS["endpoint_url"]))}  # type: ignore[call-overload]
+    tier = make({**OBJ, **written, "n_read_threads": 5, "n_write_threads": 3}).tiers[0]
+    open_tier(tier, "ab12", {"model": "m"})
+    assert {name: given[name] for name in OBJ_OPTIONS} == OBJ_OPTIONS
+    assert (given["namespace"], given["namespace_facts"], given["max_connections"]) == ("ab12", {"model": "m"}, 9)
+
+
 # Files
 
 
@@ -243,6 +318,19 @@ def test_a_missing_file_is_refused_with_its_cause(tmp_path: Path) -> None:
         ({"tiers": [{**OBJ, "list_at_start_s": False}]}, ["list_at_start_s", "is False"]),
         ({"tiers": [{**FS, "list_at_start_s": 1}]}, ["tiers[0] ('fs')", "'list_at_start_s'"]),
         ({"tiers": [{**OBJ, "endpoint_url": "ftp://h"}]}, ["tiers[0] ('obj')", "endpoint_url", "http"]),
+        ({"tiers": [{**OBJ, "endpoint_url": []}]}, ["tiers[0] ('obj')", "endpoint_url"]),
+        ({"tiers": [{**OBJ, "endpoint_url": [""]}]}, ["tiers[0] ('obj')", "endpoint_url"]),
+        ({"tiers": [{**OBJ, "endpoint_url": [7]}]}, ["tiers[0] ('obj')", "endpoint_url"]),
+        ({"tiers": [{**OBJ, "endpoint_url": ["h", "ftp://h"]}]}, ["tiers[0] ('obj')", "endpoint_url", "http"]),
+        ({"tiers": [{**OBJ, "endpoint_url": ["h", "https://h"]}]}, ["tiers[0] ('obj')", "endpoint_url", "twice"]),
+        ({"tiers": [{**OBJ, "sign_payload": "yes"}]}, ["sign_payload", "'yes'", "'auto'"]),
+        ({"tiers": [{**OBJ, "sign_payload": True}]}, ["sign_payload", "True"]),
+        ({"tiers": [{**OBJ, "parts": "always"}]}, ["parts", "'always'", "'auto'"]),
+        ({"tiers": [{**OBJ, "part_bytes": "4MiB"}]}, ["part_bytes", str(4 << 20), str(5 << 20)]),
+        ({"tiers": [{**OBJ, "operation_timeout_s": 0}]}, ["operation_timeout_s", "is 0"]),
+        ({"tiers": [{**OBJ, "operation_timeout_s": float("inf")}]}, ["operation_timeout_s", "inf"]),
+        ({"tiers": [{**OBJ, "server_side_encryption": ""}]}, ["server_side_encryption", "''"]),
+        ({"tiers": [{**OBJ, "storage_class": 7}]}, ["storage_class", "7"]),
         ({"tiers": [{**OBJ, "access_key": "a"}]}, ["access_key", "without secret_key"]),
         ({"tiers": [{**OBJ, "session_token": "a"}]}, ["session_token", "without access_key"]),
         ({"tiers": [FS], 7: 8}, ["7", "strings"]),
@@ -391,6 +479,14 @@ SECRET = "Sup3rSecretOfTests"
         {"tiers": [{**OBJ, "endpoint_url": f"https://me:{SECRET}@h:port"}]},
         {"tiers": [{**OBJ, "endpoint_url": f"https://me:{SECRET}@h", "access_key": "a", "secret_key": "b"}]},
         {"tiers": [{**OBJ, "endpoint_url": f"ftp://me:{SECRET}@h"}]},
+        {"tiers": [{**OBJ, "endpoint_url": ["h", f"https://me:{SECRET}@h/?x=1"]}]},
+        {"tiers": [{**OBJ, "endpoint_url": [f"https://me:{SECRET}@a", "https://you:pw@b"]}]},
+        {"tiers": [{**OBJ, "endpoint_url": [f"https://me:{SECRET}@h", f"https://me:{SECRET}@h"]}]},
+        {"tiers": [{**OBJ, "endpoint_url": [f"https://me:{SECRET}@h", 7]}]},
+        {"tiers": [{**OBJ, "endpoint_url": [f"https://me:{SECRET}@h", ""]}]},
+        {"tiers": [{**OBJ, "endpoint_url": {"a": f"https://me:{SECRET}@h"}}]},
+        {"tiers": [{**OBJ, "endpoint_url": f"https://me:{SECRET}/x@h"}]},
+        {"tiers": [{**OBJ, "endpoint_url": f"https://me:#{SECRET}@h"}]},
         {"tiers": [{**OBJ, "backpressure": {"secret_key": SECRET, "alpha": SECRET}}]},
         {"tiers": [{"type": SECRET, "secret_key": SECRET}]},
         {"secondary_tiers": [{"type": "obj", "store_config": {"bucket": "b", "secrt_key": SECRET}}]},

@@ -133,10 +133,12 @@ class ScriptedServer:
                 self.end_headers()
                 if self.command == "HEAD":
                     return
-                if answer.chunked:
-                    self.wfile.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(answer.body), answer.body))
-                else:
-                    self.wfile.write(answer.body)
+                body = answer.body
+                try:
+                    self.wfile.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body) if answer.chunked else body)
+                except ConnectionError:
+                    # A client may have seen enough.
+                    self.close_connection = True
                 if answer.declared_bytes is not None:
                     self.close_connection = True
 

@@ -27,6 +27,8 @@ from kvsluice.tiers.obj.failures import DEADLINE, SHORT_BODY, ObjectFailure, Req
 
 __all__ = ["Connection", "HttpPool", "Response", "Target", "Timeouts"]
 
+_SEND_WINDOW_BYTES: Final = 1 << 20
+"""What is sent under one timeout at most: TLS comes back only when all that it is given has gone out."""
 _ERROR_BODY_BYTES: Final = 16 << 10
 """What is read of an answer that tells of a failure: its code stands at the start."""
 _MAX_IDLE_S: Final = 20.0
@@ -94,7 +96,7 @@ class _TimedSocket:
         position = 0
         while position < view.nbytes:
             with self._waiting():
-                position += self.sock.send(view[position:])
+                position += self.sock.send(view[position : position + _SEND_WINDOW_BYTES])
 
     def makefile(self, mode: str, bufsize: int | None = None) -> io.BufferedReader:
         del mode, bufsize  # `http.client` asks for a reader alone.

@@ -437,7 +437,8 @@ def test_a_name_is_quoted_and_signed_as_boto3_does(make_access, assert_signed, s
     headers = access.sign(place, "PUT", tail, {"if-none-match": "*", "x-amz-storage-class": "C"}, memoryview(b"abc"))
     received = as_received("PUT", place, tail, headers)
     assert_signed(received)
-    assert received.headers["content-length"] == "3"
+    assert (received.headers["content-length"], received.headers["if-none-match"]) == ("3", "*")
+    assert received.headers["x-amz-storage-class"] == "C"
     with pytest.raises(AssertionError):
         assert_signed(received, "another secret")
 

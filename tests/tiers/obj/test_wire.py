@@ -40,7 +40,10 @@ def put(pool, end_s, body):
     try:
         headers = {"host": "h", "content-length": str(len(body))}
         response = connection.ask("PUT", "/", headers, memoryview(body), end_s)
-        return response.status, response.read_words()
+        found = (response.status, response.read_words())
+        # After an early answer the server still waits for the rest of the body, or has gone.
+        assert response.finish() is (response.status < 400)
+        return found
     finally:
         pool.drop(connection)
 
@@ -295,6 +298,22 @@ def test_a_server_that_reads_slowly_does_not_move_the_deadline(serve, make_pool,
     with pytest.raises((RequestFailedError, TimeoutError)):
         put(pool, in_s(0.4), bytes(LARGE_BYTES))
     assert time.monotonic() - start_s < 1.5
+
+
+def test_a_server_that_reads_slowly_and_steadily_is_waited_for(serve, make_pool, context):
+    """What counts is whether bytes go out: all of them take several times the silence that is borne."""
+
+    def handle(peer):
+        peer.read_head()
+        for _ in range(128):
+            time.sleep(0.006)
+            peer.read_body(1 << 17)
+        peer.answer(200)
+
+    pool = make_pool(serve(handle, context), read_s=0.4)
+    start_s = time.monotonic()
+    assert put(pool, in_s(30), bytes(1 << 24))[0] == 200
+    assert time.monotonic() - start_s > 0.6
 
 
 def test_a_server_that_stops_reading_ends_the_wait(serve, make_pool, context):
