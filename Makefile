@@ -15,7 +15,7 @@ RGW_DIR := $(ROOT)/build/rgw
 PORT ?= 7480
 EXAMPLES := $(wildcard examples/*.py)
 
-.PHONY: help demo demo-vllm calibrate replay test test-s3 test-vllm rgw-start rgw-stop lint types format bench-scheduling bench-slow-tier bench-copy bench-gate bench-slowed-device clean setup-core setup-vllm
+.PHONY: help demo demo-vllm calibrate replay test test-s3 test-vllm rgw-start rgw-stop lint types format bench-scheduling bench-slow-tier bench-copy bench-gate bench-slowed-device bench-object-tier clean setup-core setup-vllm
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | awk -F'\t' '{printf "make %-18s %s\n", $$1, $$2}'
@@ -75,6 +75,9 @@ bench-gate: setup-vllm ## one decision and one completion of a gate, beside vLLM
 
 bench-slowed-device: setup-core ## stores and loads on a device that is slowed and hung for real (Linux, root, FUSE)
 	@$(BIN)/python $(ROOT)/benchmarks/slowed_device.py $(ARGS)
+
+bench-object-tier: setup-core ## the obj tier beside boto3, obstore and plain http: make bench-object-tier ARGS="--endpoint-url URL --claims"
+	@$(BIN)/python $(ROOT)/benchmarks/object_tier.py $(ARGS)
 
 setup-core:
 	@scripts/setup.sh core
