@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 
 import pytest
+from engine_traffic import SLOT_BYTES
 from fault_proxy import FaultProxy
 from rgw import HOST, Rgw
 from tls_terminator import PrivateCa, TlsTerminator
 
+from kvsluice.connector import KVLayout, OffloadConfig, OffloadConnector
+from kvsluice.tiers.obj import ObjectTier
+
 _numbers = count()
+
+Connect = Callable[..., OffloadConnector]
+MakeTier = Callable[..., ObjectTier]
 
 
 @pytest.fixture(scope="session")
 def rgw() -> Iterator[Rgw]:
     """For all tests that do not end it."""
     with Rgw() as running:
+        # One that is nearly empty can take itself for a full one: something has to stay.
+        running.client.put_object(Bucket=running.make_bucket("ballast"), Key="ballast", Body=bytes(64 << 20))
         yield running
 
 
@@ -51,3 +62,53 @@ def tls(rgw: Rgw, ca: PrivateCa) -> Iterator[TlsTerminator]:
     """In front of `rgw`, with a certificate for loopback."""
     with TlsTerminator(HOST, rgw.port, ca) as running:
         yield running
+
+
+@pytest.fixture
+def make_tier(rgw: Rgw, bucket: str) -> Iterator[MakeTier]:
+    """Tiers over one namespace of a fresh bucket, closed at the end; no thread of theirs is left."""
+    made: list[ObjectTier] = []
+    before = set(threading.enumerate())
+
+    def make(endpoint_url: str | list[str] | None = None, **options: object) -> ObjectTier:
+        chosen = {"namespace": "ab12", "prefix": "team-a", "endpoint_url": endpoint_url or rgw.endpoint_url}
+        made.append(ObjectTier(bucket, **{**chosen, **rgw.credentials, **options}))
+        return made[-1]
+
+    yield make
+    for tier in made:
+        tier.close()
+    assert threads_left(before) == set()
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """Connectors over one obj tier each, defaults but for the memory; proven whole and closed at the end."""
+    made: list[OffloadConnector] = []
+    before = set(threading.enumerate())
+
+    def make(
+        rgw: Rgw, bucket: str, layout: KVLayout, tier: Mapping[str, object] | None = None, **options: object
+    ) -> OffloadConnector:
+        obj = {"type": "obj", "bucket": bucket, "endpoint_url": rgw.endpoint_url, **rgw.credentials, **(tier or {})}
+        config = OffloadConfig.from_dict({"staging_bytes": 96 * SLOT_BYTES, "tiers": [obj], **options})
+        made.append(OffloadConnector(config, layout))
+        return made[-1]
+
+    yield make
+    for connector in made:
+        connector.check_integrity()
+        assert connector.close(timeout_s=20.0) == []
+        connector.check_integrity()
+        assert connector.stats().pool.pinned == 0
+    assert threads_left(before) == set()
+
+
+def threads_left(before: set[threading.Thread]) -> set[str]:
+    """Threads of ours that are not of `before` and do not end; a moment is given to those that are about to."""
+    end_s = time.monotonic() + 5.0
+    while True:
+        new = {thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("kvsluice-")}
+        if not new or time.monotonic() > end_s:
+            return new
+        time.sleep(0.01)

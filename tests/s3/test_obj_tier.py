@@ -5,13 +5,14 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 
 import pytest
 from fault_proxy import FaultProxy
+from images import IMAGE, KEY, load, served_again, view
 from rgw import HOST, Rgw, free_port
 from tls_terminator import PrivateCa, TlsTerminator
 
@@ -22,34 +23,7 @@ from kvsluice.tiers.reasons import IO_ERROR, MISSING, OVERSIZE, SHORT
 
 pytestmark = pytest.mark.s3
 
-KEY = bytes(range(34))
-IMAGE = bytes(range(256)) * 1024
 MakeTier = Callable[..., ObjectTier]
-
-
-def view(image: bytes) -> memoryview:
-    return memoryview(bytearray(image))
-
-
-def load(tier: ObjectTier, key: bytes, num_bytes: int) -> bytes:
-    buffer = memoryview(bytearray(num_bytes))
-    assert tier.load(key, buffer, num_bytes) == num_bytes
-    return bytes(buffer)
-
-
-@pytest.fixture
-def make_tier(rgw: Rgw, bucket: str) -> Iterator[MakeTier]:
-    """Tiers over one namespace of a fresh bucket, closed at the end."""
-    made: list[ObjectTier] = []
-
-    def make(endpoint_url: str | None = None, **options: object) -> ObjectTier:
-        chosen = {"namespace": "ab12", "prefix": "team-a", "endpoint_url": endpoint_url or rgw.endpoint_url}
-        made.append(ObjectTier(bucket, **{**chosen, **rgw.credentials, **options}))
-        return made[-1]
-
-    yield make
-    for tier in made:
-        tier.close()
 
 
 @pytest.fixture
@@ -195,6 +169,7 @@ def test_a_gateway_that_dies_and_comes_back_empty(own_rgw: Rgw) -> None:
             call()
     own_rgw.restart_empty()
     own_rgw.make_bucket(bucket)
+    served_again(tier, within_s=4.5)
     with pytest.raises(ChunkMissingError):
         load(tier, KEY, 10)
     assert tier.store(KEY, view(IMAGE), 10) == 10

@@ -94,6 +94,8 @@ class Answer:
     declared_bytes: int | None = None
     """What Content-Length says, where that is not the truth."""
     chunked: bool = False
+    until_closed: bool = False
+    """Declare no length: the body ends with the connection."""
     hang_up: bool = False
     """End the connection without an answer."""
 
@@ -127,6 +129,8 @@ class ScriptedServer:
                     self.send_header(name, value)
                 if answer.chunked:
                     self.send_header("Transfer-Encoding", "chunked")
+                elif answer.until_closed:
+                    self.close_connection = True
                 else:
                     told = len(answer.body) if answer.declared_bytes is None else answer.declared_bytes
                     self.send_header("Content-Length", str(told))

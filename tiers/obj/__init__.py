@@ -1,13 +1,12 @@
 """The object tier: one S3 object per chunk, its bytes between pinned memory and the socket without a copy.
 
-tier        ObjectTier: what a store, a load, a lookup are as requests
-parts       a large chunk in parallel ranges, and whether that helps
-requests    one request with its deadline: which endpoint, which failures are tried again
-endpoints   spreading, fail-over, the probe of what has failed
-breaker     when an endpoint is left alone
-wire        HTTP connections with deadlines, and their pool
-access      boto3: configuration, credentials, signatures, the rare calls
-failures    what an answer, or none, means
+- `tier`: `ObjectTier`, what a store, a load, a lookup are as requests.
+- `parts`, `ranges`, `uploads`: a large chunk in parallel parts, and whether that helps.
+- `requests`: one request with its deadline: which endpoint, which failures are tried again.
+- `endpoints`, `breaker`: spreading, fail-over, when an endpoint is left alone, the probe that brings it back.
+- `pool`, `wire`: connections, and HTTP on them with no wait past a deadline.
+- `access`, `s3_client`: boto3's part: configuration, credentials, signatures, the rare calls.
+- `failures`: what an answer, or none, means.
 """
 
 from kvsluice.tiers.obj.tier import ObjectTier

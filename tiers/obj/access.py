@@ -12,111 +12,26 @@ import ipaddress
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal, Protocol, TypedDict, cast
+from typing import TYPE_CHECKING, Final, Literal, cast
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from kvsluice.tiers.errors import ConfigError
-from kvsluice.tiers.obj.failures import ObjectFailure, RequestFailedError, is_code
-from kvsluice.tiers.obj.wire import Target
+from kvsluice.tiers.obj.failures import ObjectFailure, RequestFailedError
+from kvsluice.tiers.obj.pool import Target
+from kvsluice.tiers.obj.s3_client import S3Client
 
 if TYPE_CHECKING:
     from botocore.credentials import ReadOnlyCredentials
 
-__all__ = [
-    "Access",
-    "AccessOptions",
-    "Place",
-    "S3Client",
-    "boto_errors",
-    "endpoint_of",
-    "failure_of_boto",
-    "fits_header",
-    "signs_payload",
-]
+__all__ = ["Access", "AccessOptions", "Place", "endpoint_of", "fits_header", "signs_payload"]
 
 _DEFAULT_REGION: Final = "us-east-1"
 """What S3-compatible servers take when nothing is configured; signatures need some region."""
 _RENEW_EVERY_S: Final = 30.0
 """How often, at most, keys that the store refuses are looked for anew."""
 _USER_AGENT: Final = "kvsluice"
-
-
-class Upload(TypedDict):
-    """What of CreateMultipartUpload's answer, and of a listing's entry, is used."""
-
-    Key: str
-    UploadId: str
-
-
-class ListedUpload(Upload):
-    """One entry of a listing of multipart uploads."""
-
-    Initiated: Timestamp
-
-
-class Timestamp(Protocol):
-    """A point in time."""
-
-    def timestamp(self) -> float: ...
-
-
-class ListedObject(TypedDict):
-    """One entry of a listing."""
-
-    Key: str
-
-
-class ListPage(TypedDict, total=False):
-    """One page of a listing, of objects or of uploads."""
-
-    Contents: Sequence[ListedObject]
-    Uploads: Sequence[ListedUpload]
-
-
-class DeleteError(TypedDict, total=False):
-    """One object that DeleteObjects could not delete."""
-
-    Key: str
-    Code: str
-
-
-class DeleteResponse(TypedDict, total=False):
-    """What of DeleteObjects' answer is used."""
-
-    Errors: list[DeleteError]
-
-
-class Paginator(Protocol):
-    """A listing in pages."""
-
-    def paginate(self, *, Bucket: str, Prefix: str) -> Iterable[ListPage]: ...  # noqa: N803
-
-
-class S3Client(Protocol):
-    """The part of boto3's S3 client that is used; parameters are named as S3 names them."""
-
-    def delete_objects(self, *, Bucket: str, Delete: Mapping[str, object]) -> DeleteResponse: ...  # noqa: N803
-    def get_paginator(self, name: Literal["list_objects_v2", "list_multipart_uploads"], /) -> Paginator: ...
-    def create_multipart_upload(self, *, Bucket: str, Key: str, **extra: str) -> Upload: ...  # noqa: N803
-    def complete_multipart_upload(
-        self,
-        *,
-        Bucket: str,  # noqa: N803
-        Key: str,  # noqa: N803
-        UploadId: str,  # noqa: N803
-        MultipartUpload: Mapping[str, object],  # noqa: N803
-        IfNoneMatch: str = ...,  # noqa: N803
-    ) -> object: ...
-    def abort_multipart_upload(self, *, Bucket: str, Key: str, UploadId: str) -> object: ...  # noqa: N803
-    def generate_presigned_url(
-        self,
-        ClientMethod: str,  # noqa: N803
-        Params: Mapping[str, str],  # noqa: N803
-        ExpiresIn: int,  # noqa: N803
-    ) -> str: ...
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +123,9 @@ class Access:
         self._options = options
         self._clock = clock
         self._lock = threading.Lock()
+        self._renewing = threading.Lock()
+        self.keys_number = 0
+        """Grows when other keys are found; those that boto3 renews by itself are the same in this."""
         self._clients: dict[str | None, S3Client] = {}
         self._renewed_s = clock() - _RENEW_EVERY_S
         if (options.access_key is None) != (options.secret_key is None):
@@ -294,14 +212,23 @@ class Access:
         signed.update(place.proxy_headers)
         return signed
 
-    def renew(self) -> bool:
-        """The store refuses the keys: whether other ones were found, as after a rotation that boto3 does not follow."""
+    def renew(self, refused: int) -> bool:
+        """The store refuses the keys: whether there are other ones, as after a rotation that boto3 does not follow.
+
+        Args:
+            refused: the `keys_number` that was signed with; another thread may have found newer ones since.
+        """
         if self._options.access_key is not None:
             return False
-        with self._lock:
+        with self._renewing:
+            if self.keys_number != refused:
+                return True
             if self._clock() - self._renewed_s < _RENEW_EVERY_S:
                 return False
             self._renewed_s = self._clock()
+            return self._look_for_keys()
+
+    def _look_for_keys(self) -> bool:
         try:
             old = self._current_keys()
             self._new_session()
@@ -312,6 +239,7 @@ class Access:
         with self._lock:
             # Those in use go on to their end.
             self._clients.clear()
+        self.keys_number += new != old
         return new != old
 
     def client(self, endpoint_url: str | None) -> S3Client:
@@ -343,11 +271,15 @@ class Access:
 
     def _current_keys(self) -> ReadOnlyCredentials:
         """Asking for the keys is what makes boto3 fetch newer ones before these expire."""
+        keys: ReadOnlyCredentials | None = None
+        name = ""
         try:
             keys = self._keys()
         except Exception as error:  # noqa: BLE001 - boto3 runs helpers to get them, and passes on what these raise
-            # Without its words, which may hold what a helper printed.
-            raise RequestFailedError(ObjectFailure(None, type(error).__name__, "credentials")) from None
+            # Its words may hold what a helper printed: they end here.
+            name = type(error).__name__
+        if keys is None:
+            raise RequestFailedError(ObjectFailure(None, name, "credentials"))
         if not fits_header(keys.access_key or "") or not fits_header(keys.token or ""):
             raise RequestFailedError(ObjectFailure(None, "one holds a line break or the like", "credentials"))
         return keys
@@ -374,8 +306,9 @@ class Access:
         options = self._options
         endpoint = endpoint_of(endpoint_url)
         style = options.addressing_style
-        if endpoint is None and style == "auto":
+        if endpoint is None and style == "auto" and "." not in self.bucket:
             # The same, but that boto3 presigns for the region's own endpoint: newer regions are not at the global one.
+            # (A name with dots is no host that a certificate covers: that stays in the path.)
             style = "virtual"
         with _refusals():
             client = self._session.client(
@@ -446,21 +379,3 @@ def _refusals() -> Iterator[None]:
         yield
     except (BotoCoreError, ValueError) as error:
         raise ConfigError(f"boto3 refuses the configuration of the obj tier: {error}") from error
-
-
-def boto_errors() -> tuple[type[Exception], ...]:
-    """What a call of boto3 can fail with: botocore's two roots, and sockets."""
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    return (ClientError, BotoCoreError, OSError)
-
-
-def failure_of_boto(error: Exception) -> ObjectFailure:
-    """What one of `boto_errors` says."""
-    from botocore.exceptions import ClientError
-
-    if not isinstance(error, ClientError):
-        return ObjectFailure(None, str(error), type(error).__name__)
-    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    code = str(error.response.get("Error", {}).get("Code", ""))
-    return ObjectFailure(status, code if is_code(code) else str(status), "status")

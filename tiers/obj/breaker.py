@@ -1,8 +1,8 @@
 """When an endpoint is left alone: a breaker that opens on failures in a row and is closed by a success.
 
-    closed ── failures in a row ──▶ open ── the probe was answered ──▶ half open ── one success ──▶ closed
-                                     ▲                                     │
-                                     └───────────── a failure ─────────────┘
+    closed ── failures in a row ──▶ open ── a probe was answered ──▶ half open ── one success ──▶ closed
+                                     ▲                                    │
+                                     └──── a failure, no answer ──────────┘
 
 Half open it lets one operation through at a time. It decides and does no I/O: who probes, tells it.
 """
@@ -61,13 +61,15 @@ class Breaker:
             self._on_trial = self._state is BreakerState.HALF_OPEN
             return self._epoch
 
-    def succeeded(self, permit: int) -> None:
-        """The operation was answered, however: the endpoint lives."""
+    def succeeded(self, permit: int) -> bool:
+        """The operation was answered, however: the endpoint lives; whether this closed the breaker."""
         del permit  # What lives, lives, whenever it was asked.
         with self._lock:
             self._in_a_row = 0
-            if self._state is not BreakerState.CLOSED:
-                self._change(BreakerState.CLOSED)
+            if self._state is BreakerState.CLOSED:
+                return False
+            self._change(BreakerState.CLOSED)
+            return True
 
     def failed(self, permit: int) -> bool:
         """The operation failed in a way that is the endpoint's; whether this opened the breaker."""
@@ -85,6 +87,12 @@ class Breaker:
         with self._lock:
             if permit == self._epoch:
                 self._on_trial = False
+
+    def trip(self) -> None:
+        """The endpoint does not answer a probe: nothing is let through, whatever it was that failed."""
+        with self._lock:
+            if self._state is not BreakerState.OPEN:
+                self._change(BreakerState.OPEN)
 
     def probed(self) -> None:
         """The endpoint answered a probe: operations may try, one at a time."""

@@ -11,7 +11,7 @@ from typing import Final, Literal
 from kvsluice.tiers.obj.access import Place
 from kvsluice.tiers.obj.breaker import Breaker, BreakerState
 from kvsluice.tiers.obj.failures import ObjectFailure, RequestFailedError
-from kvsluice.tiers.obj.wire import HttpPool
+from kvsluice.tiers.obj.pool import HttpPool
 
 __all__ = ["Endpoint", "Endpoints", "Permit"]
 
@@ -21,26 +21,33 @@ _PROBE_EVERY_S: Final = 0.5
 _PROBE_AT_MOST_EVERY_S: Final = 2.0
 """Where probes go on failing: with a probe's own second a store serves again within 3 s of its end of trouble."""
 
-Way = Literal["read", "write"]
+_LOOKUPS_TO_OPEN: Final = 2
+"""Fewer than for the others: one thread asks, one question after the other, and an unanswered HEAD says much."""
+
+Way = Literal["lookup", "load", "store"]
 
 
 class Endpoint:
-    """One address of the store: its connections and, for reads and for writes, its health.
+    """One address of the store: its connections and its health, for lookups, loads and stores apart.
 
-    A store that takes no more writes while it serves reads is a full one; the other way round is rare, and as real.
+    A full store takes no more writes while it serves reads; one whose disks hang may answer questions and no load.
     """
 
     def __init__(self, place: Place, pool: HttpPool) -> None:
         self.place = place
         self.pool = pool
-        self.breakers: dict[Way, Breaker] = {"read": Breaker(), "write": Breaker()}
+        self.breakers: dict[Way, Breaker] = {
+            "lookup": Breaker(_LOOKUPS_TO_OPEN),
+            "load": Breaker(),
+            "store": Breaker(),
+        }
 
     def __repr__(self) -> str:
         return f"Endpoint({self.place.base!r})"
 
     @property
     def is_whole(self) -> bool:
-        """Whether neither reads nor writes are held back."""
+        """Whether nothing is held back but for trials."""
         return all(breaker.state is not BreakerState.OPEN for breaker in self.breakers.values())
 
 
@@ -56,15 +63,20 @@ class Permit:
 
     def succeeded(self) -> None:
         """It was answered, well or not."""
-        self._breaker.succeeded(self._ticket)
+        if self._breaker.succeeded(self._ticket):
+            self._owner.closed(self.endpoint, self._way)
 
     def failed(self, failure: ObjectFailure) -> None:
         """It failed: does that say something about the endpoint?"""
-        if not failure.blames_endpoint:
+        if failure.blames_endpoint:
+            was = self._breaker.state
+            if self._breaker.failed(self._ticket):
+                self._owner.opened(self.endpoint, self._way, failure, again=was is BreakerState.HALF_OPEN)
+        elif failure.status is None:
+            self.ignored()
+        else:
             # An answer is an answer: what it refuses is the request.
-            self._breaker.ignored(self._ticket) if failure.status is None else self._breaker.succeeded(self._ticket)
-        elif self._breaker.failed(self._ticket):
-            self._owner.opened(self.endpoint, self._way, failure)
+            self.succeeded()
 
     def ignored(self) -> None:
         """It ended for reasons of our own."""
@@ -74,8 +86,9 @@ class Permit:
 class Endpoints:
     """Spreads operations over endpoints, the least busy first, and leaves out those that fail. Thread-safe.
 
-    While a breaker is open a thread asks its endpoint, every half second to two seconds, whether it lives; it ends when
-    all do. So no request of a user is what finds out.
+    While a breaker is open a thread asks its endpoint, at once and then every half second to two seconds, whether it
+    lives; it ends when all do. So no request of a user is what finds out. Where the first answer does not come, the
+    endpoint is left alone altogether, and not only for what had failed.
 
     Args:
         endpoints: at least one.
@@ -111,15 +124,20 @@ class Endpoints:
                 return Permit(self, endpoint, way, ticket)
         raise RequestFailedError(ObjectFailure(None, "it failed several times in a row", "breaker_open"))
 
-    def opened(self, endpoint: Endpoint, way: Way, failure: ObjectFailure) -> None:
-        """A breaker opened: see to it that somebody asks until it can close again."""
+    def opened(self, endpoint: Endpoint, way: Way, failure: ObjectFailure, *, again: bool) -> None:
+        """A breaker opened: see to it that somebody asks until it can close again.
+
+        Args:
+            again: a trial failed; that is not worth another line.
+        """
         if self._closing.is_set():
             # Closing breaks off what is under way, and that is no news.
             return
-        logger.warning(
-            "%s: %s of %s fail in a row (%s): none are sent until it answers a probe",
+        logger.log(
+            logging.DEBUG if again else logging.WARNING,
+            "%s: %ss fail at %s (%s): none is sent there until it answers a probe",
             self._name,
-            "loads and lookups" if way == "read" else "stores",
+            way,
             endpoint.place.base,
             failure,
         )
@@ -130,6 +148,10 @@ class Endpoints:
                 target=self._ask_until_whole, name=f"kvsluice-{self._name}-probe", daemon=True
             )
             self._prober.start()
+
+    def closed(self, endpoint: Endpoint, way: Way) -> None:
+        """A breaker closed: a trial succeeded."""
+        logger.warning("%s: %ss work again at %s", self._name, way, endpoint.place.base)
 
     def pause(self, wait_s: float) -> bool:
         """Wait, at most until `close`; whether that came."""
@@ -146,16 +168,20 @@ class Endpoints:
             prober.join(timeout_s)
 
     def _ask_until_whole(self) -> None:
-        wait_s = _PROBE_EVERY_S
+        wait_s = 0.0
         while not self._closing.wait(wait_s):
             for endpoint in self.all:
-                if not endpoint.is_whole and not self._closing.is_set() and self._probe(endpoint):
-                    logger.warning("%s: %s answers again", self._name, endpoint.place.base)
-                    for breaker in endpoint.breakers.values():
+                if endpoint.is_whole or self._closing.is_set():
+                    continue
+                answered = self._probe(endpoint)
+                for breaker in endpoint.breakers.values():
+                    if not answered:
+                        breaker.trip()
+                    elif wait_s > 0:
                         breaker.probed()
             with self._lock:
                 if all(endpoint.is_whole for endpoint in self.all):
                     # Under the lock: a breaker that opens now finds no prober and starts one.
                     self._prober = None
                     return
-            wait_s = min(wait_s * 1.5, _PROBE_AT_MOST_EVERY_S)
+            wait_s = min(1.5 * wait_s, _PROBE_AT_MOST_EVERY_S) if wait_s else _PROBE_EVERY_S

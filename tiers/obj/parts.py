@@ -108,6 +108,10 @@ class PartCrew:
                 outcomes.append(_waited_for(future))
         return [outcome() for outcome in outcomes]
 
+    def run_aside(self, action: Callable[[], object]) -> None:
+        """`action` when a thread has time for it; not at all after `close`."""
+        self._start(lambda _: action(), (0, 0))
+
     def close(self) -> None:
         """Let the threads end after what they are at. Idempotent; never blocks."""
         with self._lock:
@@ -122,15 +126,28 @@ class PartCrew:
                 return None
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix=f"kvsluice-{self._name}-part")
-            return self._pool.submit(carry, span)
+            future: Future[_T] = Future()
+            try:
+                self._pool.submit(_run, future, carry, span)
+            except RuntimeError:
+                # The interpreter is ending, or has no more threads. Whoever asked does it himself, and so still waits
+                # for what has begun. (The executor may keep what no thread could be made for, and run it later.)
+                return None if future.cancel() else future
+            return future
 
 
-def _outcome_of(carry: Callable[[Span], _T], span: Span) -> Callable[[], _T]:
-    future: Future[_T] = Future()
+def _run(future: Future[_T], carry: Callable[[Span], _T], span: Span) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         future.set_result(carry(span))
     except BaseException as error:  # noqa: BLE001 - raised again when all parts have ended
         future.set_exception(error)
+
+
+def _outcome_of(carry: Callable[[Span], _T], span: Span) -> Callable[[], _T]:
+    future: Future[_T] = Future()
+    _run(future, carry, span)
     return future.result
 
 

@@ -46,7 +46,9 @@ class Request:
 
     @property
     def way(self) -> Way:
-        return "read" if self.method in ("GET", "HEAD") else "write"
+        if self.method == "HEAD":
+            return "lookup"
+        return "load" if self.method == "GET" else "store"
 
 
 def no_body(response: Response) -> None:
@@ -99,19 +101,21 @@ class Requests:
         """
         tried: list[Endpoint] = []
         last: RequestFailedError | None = None
-        renewed = False
+        renewed = silent = False
         while True:
+            keys = self._access.keys_number
             try:
                 permit = self.endpoints.enter(request.way, tried)
                 tried.append(permit.endpoint)
-                return self._attempt(request, permit, end_s, receive, fresh=last is not None)
-            except RequestFailedError as error:  # noqa: PERF203 - a retry is a loop around a try
+                return self._attempt(request, permit, end_s, receive, fresh=silent)
+            except RequestFailedError as error:
                 failure = error.failure
                 if failure.kind == "breaker_open" and last is not None:
                     # What opened it says more.
                     raise last from None
                 last = error
-                if failure.wants_new_credentials and not renewed and self._access.renew():
+                silent = failure.status is None
+                if failure.wants_new_credentials and not renewed and self._access.renew(keys):
                     renewed = True
                     continue
                 if not failure.may_pass or len(tried) >= self._max_attempts:
@@ -207,8 +211,7 @@ class Requests:
                 response = connection.ask(request.method, endpoint.place.path + tail, headers, request.body, end_s)
                 answered = True
                 if response.status // 100 != 2:
-                    words = response.read_words()
-                    keep = response.finish()
+                    words, keep = _words_of(response)
                     raise RequestFailedError(failure_of_answer(response.status, response.headers, words, time.time()))
                 result = receive(response)
                 keep = response.finish()
@@ -225,3 +228,14 @@ class Requests:
                 else:
                     pool.drop(connection)
             return result
+
+
+def _words_of(response: Response) -> tuple[bytes, bool]:
+    """What an answer that tells of a failure says, and whether its connection can serve again.
+
+    Its status is known and says most: a body that breaks off takes nothing from that.
+    """
+    try:
+        return response.read_words(), response.finish()
+    except (OSError, http.client.HTTPException, RequestFailedError):
+        return b"", False

@@ -8,19 +8,21 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar, Final, Literal
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from kvsluice.tiers.base import Tier, TierUsage
 from kvsluice.tiers.errors import ChunkDamagedError, ChunkMissingError, ConfigError, TierUnavailableError
 from kvsluice.tiers.names import NAMESPACE_FILE, check_namespace, facts_document, file_name, key_of
-from kvsluice.tiers.obj.access import Access, AccessOptions, boto_errors, endpoint_of, failure_of_boto, fits_header
+from kvsluice.tiers.obj.access import Access, AccessOptions, endpoint_of, fits_header
 from kvsluice.tiers.obj.endpoints import Endpoint, Endpoints
 from kvsluice.tiers.obj.failures import ObjectFailure, RequestFailedError
 from kvsluice.tiers.obj.parts import MIN_PART_BYTES, PartCrew, Span, Trial, cut
+from kvsluice.tiers.obj.pool import HttpPool, Timeouts
 from kvsluice.tiers.obj.ranges import NoRangesError, OtherLengthError, get_in_ranges
 from kvsluice.tiers.obj.requests import Request, Requests, no_body
+from kvsluice.tiers.obj.s3_client import boto_errors, failure_of_boto
 from kvsluice.tiers.obj.uploads import Uploads
-from kvsluice.tiers.obj.wire import HttpPool, Response, Timeouts
+from kvsluice.tiers.obj.wire import Response
 from kvsluice.tiers.reasons import DISK_FULL, IO_ERROR, MISSING, OVERSIZE, SHORT
 
 __all__ = ["ObjectTier"]
@@ -63,7 +65,8 @@ class ObjectTier(Tier):
         parts: whether a chunk goes in parallel parts where connections are to spare: "on", "off", or "auto": where
             that is seen to be faster, loads and stores apart; stores only where the server puts a condition on the end
             of a multipart upload.
-        part_bytes: the smallest part, in bytes; a chunk below twice that goes whole.
+        part_bytes: the smallest part of a store, in bytes; ranges of a load may be half of it. A chunk below twice
+            that goes whole.
         max_connections: kept open; give one per thread that uses the tier. Each operation under way has one.
         connect_timeout_s: for a connection to come up, per address.
         read_timeout_s: without a byte.
@@ -164,6 +167,10 @@ class ObjectTier(Tier):
         )
         timeouts = Timeouts(connect_timeout_s, read_timeout_s)
         places = [self._access.place(url) for url in urls]
+        # A host's name is the same in capitals, and with the port that goes without saying.
+        came_to = {(place.target.host, place.target.port, urlsplit(place.base).path) for place in places}
+        if len(came_to) < len(places):
+            raise ConfigError("endpoint_url names one endpoint in two ways: give each once")
         self._endpoints = Endpoints(
             [Endpoint(place, HttpPool(place.target, timeouts, max_connections, clock)) for place in places],
             lambda endpoint: self._requests.probe(endpoint, Request("HEAD", self._quoted_base + NAMESPACE_FILE)),
@@ -200,7 +207,7 @@ class ObjectTier(Tier):
         name = self._quoted_base + file_name(key)
         body = buffer[:num_bytes]
         end_s = self._end_s()
-        spans = self._cut(num_bytes)
+        spans = self._cut(num_bytes, self._part_bytes)
         if len(spans) < 2:
             return num_bytes if self._put_if_absent(name, body, end_s) else 0
         in_parts = self._put_trial.wants_parts() and self._may_upload(end_s)
@@ -216,7 +223,8 @@ class ObjectTier(Tier):
         object_key = self.object_key(key)
         view = buffer[:num_bytes]
         end_s = self._end_s()
-        spans = self._cut(num_bytes)
+        # Ranges cost less than an upload's parts, so they may be finer.
+        spans = self._cut(num_bytes, self._part_bytes // 2)
         in_parts = len(spans) > 1 and self._knows_ranges and self._get_trial.wants_parts()
         start_s = self._clock()
         try:
@@ -384,12 +392,12 @@ class ObjectTier(Tier):
             raise self._unavailable("put", name, error) from error
         return True
 
-    def _cut(self, num_bytes: int) -> list[Span]:
+    def _cut(self, num_bytes: int, part_bytes: int) -> list[Span]:
         """In as many parts as there are connections to spare: where many chunks move at once, each goes whole."""
         if self._parts == "off" or num_bytes < 2 * self._part_bytes:
             return [(0, num_bytes)]
         spare = self._max_connections - sum(endpoint.pool.busy for endpoint in self._endpoints.all)
-        return cut(num_bytes, self._part_bytes, spare)
+        return cut(num_bytes, part_bytes, spare)
 
     def _may_upload(self, end_s: float) -> bool:
         try:
@@ -398,7 +406,7 @@ class ObjectTier(Tier):
             self._requests.count(error.failure)
             return False
         # Without the condition a second writer can replace what is there; that the operator has to want.
-        return conditional is True or (conditional is False and self._parts == "on")
+        return conditional is True or (conditional is False and self._parts == "on" and not self._uploads.are_refused)
 
     def _put_in_parts(self, name: str, body: memoryview, spans: list[Span], end_s: float) -> bool:
         """As `_put_if_absent`; asks first, as the condition is looked at when all is sent."""
@@ -428,8 +436,12 @@ class ObjectTier(Tier):
                     raise self._damaged(object_key, response.length, view.nbytes)
                 response.read_exactly(view)
                 return
-            # Without a length the end itself is the proof.
-            found = response.read_up_to(view)
+            if not response.is_delimited:
+                response.read_exactly(view)
+                found = view.nbytes
+            else:
+                found = response.read_up_to(view)
+            # The end itself is the proof.
             found += response.read_up_to(memoryview(bytearray(1))) if found == view.nbytes else 0
             if found != view.nbytes:
                 raise self._damaged(object_key, found, view.nbytes)
@@ -466,19 +478,28 @@ class ObjectTier(Tier):
     def _calling_boto(self, action: str, what: str) -> Iterator[Endpoint]:
         """An endpoint for calls of boto3, which has its own retries; their failures as the tier's."""
         try:
-            permit = self._endpoints.enter("read")
+            permit = self._endpoints.enter("lookup")
         except RequestFailedError as error:
             raise self._unavailable(action, what, error) from error
         try:
             yield permit.endpoint
         except boto_errors() as error:
+            # boto3's own errors carry the request, signature and token included: they end here.
             failure = failure_of_boto(error)
             permit.failed(failure)
-            raise self._unavailable(action, what, RequestFailedError(failure)) from error
+            cause = RequestFailedError(failure)
         except BaseException:
             permit.ignored()
             raise
-        permit.succeeded()
+        else:
+            permit.succeeded()
+            return
+        failed = self._unavailable(action, what, cause)
+        try:
+            raise failed from cause
+        finally:
+            # The caller's `with` is still at boto3's error, which so became the context.
+            failed.__context__ = None
 
     def _damaged(self, object_key: str, found_bytes: int, num_bytes: int) -> ChunkDamagedError:
         return ChunkDamagedError(

@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from typing import Final
 from urllib.parse import quote
 
-from kvsluice.tiers.obj.access import Access, boto_errors, failure_of_boto
+from kvsluice.tiers.obj.access import Access
 from kvsluice.tiers.obj.failures import ObjectFailure, RequestFailedError
 from kvsluice.tiers.obj.parts import PartCrew, Span
 from kvsluice.tiers.obj.requests import Request, Requests, no_body
+from kvsluice.tiers.obj.s3_client import boto_errors, failure_of_boto
 from kvsluice.tiers.obj.wire import Response
 
 __all__ = ["Uploads"]
@@ -50,6 +51,8 @@ class Uploads:
         self._headers = headers
         self._lock = threading.Lock()
         self._is_conditional: bool | None = None
+        self.are_refused = False
+        """Whether these credentials or the server allow none, whatever the condition."""
 
     def is_conditional(self, end_s: float) -> bool | None:
         """Whether the server refuses to complete an upload whose key is held; None while another thread finds out.
@@ -62,10 +65,20 @@ class Uploads:
         if self._is_conditional is not None or not self._lock.acquire(blocking=False):
             return self._is_conditional
         try:
-            self._is_conditional = self._try_condition(end_s)
-            if not self._is_conditional:
-                logger.info("%s: the server puts no condition on multipart uploads: they are not used", self._name)
-            self.abort_orphans()
+            try:
+                self._is_conditional = self._try_condition(end_s)
+            except RequestFailedError as error:
+                failure = error.failure
+                if failure.status is None or failure.may_pass or failure.wants_new_credentials or failure.is_full:
+                    raise
+                # It is not allowed, or not known there; that will not change with the next chunk.
+                self.are_refused = True
+                self._is_conditional = False
+                logger.warning("%s: chunks are stored whole: an upload is refused: %s", self._name, failure)
+            else:
+                if not self._is_conditional:
+                    logger.info("%s: chunks are stored whole: no condition on multipart uploads there", self._name)
+                self._crew.run_aside(self.abort_orphans)
         finally:
             self._lock.release()
         return self._is_conditional

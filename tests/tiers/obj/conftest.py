@@ -22,8 +22,8 @@ from kvsluice.tiers.obj import ObjectTier
 from kvsluice.tiers.obj.access import Access, AccessOptions, Place
 from kvsluice.tiers.obj.endpoints import Endpoint, Endpoints
 from kvsluice.tiers.obj.failures import RequestFailedError
+from kvsluice.tiers.obj.pool import HttpPool, Target, Timeouts
 from kvsluice.tiers.obj.requests import Request, Requests
-from kvsluice.tiers.obj.wire import HttpPool, Target, Timeouts
 
 _session = boto3.session.Session()
 _real_session = boto3.session.Session
@@ -71,6 +71,7 @@ def make_scripted_tier(scripted, answer):
     yield make
     for tier in tiers:
         tier.close()
+    _join_crews()
 
 
 @pytest.fixture
@@ -86,6 +87,14 @@ def make_tier():
     yield make
     for tier in tiers:
         tier.close()
+    _join_crews()
+
+
+def _join_crews() -> None:
+    """What still tidies up aside would ask servers that are gone."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("kvsluice-obj-part"):
+            thread.join(5.0)
 
 
 class VirtualClock:
@@ -276,6 +285,12 @@ def server_tls(authority: trustme.CA) -> ssl.SSLContext:
     return context
 
 
+@pytest.fixture(params=["http", "https"])
+def context(request: pytest.FixtureRequest, server_tls: ssl.SSLContext) -> ssl.SSLContext | None:
+    """Has a test run over both."""
+    return server_tls if request.param == "https" else None
+
+
 @pytest.fixture(scope="session")
 def client_tls(authority: trustme.CA) -> ssl.SSLContext:
     context = ssl.create_default_context()
@@ -305,6 +320,26 @@ def make_pool(client_tls) -> Iterator[Callable[..., HttpPool]]:
     yield make
     for pool in pools:
         pool.close()
+
+
+@pytest.fixture
+def get() -> Callable[..., bytes]:
+    """One GET on a connection of a pool; its body, or as much of it as `size`."""
+
+    def get(pool: HttpPool, end_s: float, size: int | None = None, **options: float) -> bytes:
+        connection = pool.take(end_s)
+        try:
+            response = connection.ask("GET", "/", {"host": "h"}, None, end_s, **options)
+            buffer = bytearray(response.length if size is None else size)
+            response.read_exactly(memoryview(buffer))
+            whole = response.finish()
+        except BaseException:
+            pool.drop(connection)
+            raise
+        (pool.give if whole else pool.drop)(connection)
+        return bytes(buffer)
+
+    return get
 
 
 @pytest.fixture

@@ -81,9 +81,11 @@ def test_half_open_it_lets_one_through_at_a_time(breaker):
     assert breaker.try_enter() is not None
 
 
-def test_half_open_a_success_closes_it(breaker):
+def test_half_open_a_success_closes_it_and_only_that_one_says_so(breaker):
+    assert breaker.succeeded(breaker.try_enter()) is False
     half_open_it(breaker)
-    breaker.succeeded(breaker.try_enter())
+    assert breaker.succeeded(breaker.try_enter()) is True
+    assert breaker.succeeded(breaker.try_enter()) is False
     assert breaker.state is BreakerState.CLOSED
     assert fail(breaker, 3) == [False, False, True]
 
@@ -94,6 +96,31 @@ def test_half_open_one_failure_opens_it_again(breaker):
     assert breaker.state is BreakerState.OPEN
     breaker.probed()
     assert breaker.try_enter() is not None
+
+
+@pytest.mark.parametrize("state", ["closed", "half_open", "open"])
+def test_tripped_it_lets_nothing_through_until_a_probe_is_answered(breaker, state):
+    if state == "half_open":
+        half_open_it(breaker)
+    elif state == "open":
+        open_it(breaker)
+    breaker.trip()
+    assert breaker.state is BreakerState.OPEN
+    assert breaker.try_enter() is None
+    breaker.probed()
+    assert breaker.try_enter() is not None
+    assert breaker.try_enter() is None
+
+
+def test_what_was_under_way_when_it_was_tripped_is_news_only_where_it_succeeds(breaker):
+    failing, succeeding = breaker.try_enter(), breaker.try_enter()
+    breaker.trip()
+    breaker.probed()
+    assert breaker.failed(failing) is False
+    assert breaker.state is BreakerState.HALF_OPEN
+    breaker.trip()
+    assert breaker.succeeded(succeeding) is True
+    assert breaker.state is BreakerState.CLOSED
 
 
 @pytest.mark.parametrize("state", ["closed", "half_open"])
@@ -142,7 +169,7 @@ def test_a_trial_that_never_came_to_an_end_does_not_survive_the_next_change(brea
     assert breaker.state is BreakerState.HALF_OPEN
 
 
-STEPS = st.lists(st.sampled_from(["enter", "succeeded", "failed", "ignored", "probed"]), max_size=60)
+STEPS = st.lists(st.sampled_from(["enter", "succeeded", "failed", "ignored", "probed", "trip"]), max_size=60)
 
 
 @given(STEPS, st.randoms(use_true_random=False))
@@ -160,11 +187,13 @@ def test_whatever_happens_one_at_a_time_is_tried_and_it_can_close_again(steps, r
             if permit is not None:
                 permits.append(permit)
                 trials += before is BreakerState.HALF_OPEN
-        elif step == "probed":
-            breaker.probed()
+        elif step in ("probed", "trip"):
+            getattr(breaker, step)()
+            assert step != "trip" or breaker.state is BreakerState.OPEN
         elif permits:
             permit = permits.pop(random.randrange(len(permits)))
             told = getattr(breaker, step)(permit)
+            assert step != "succeeded" or told == (before is not BreakerState.CLOSED)
             assert step != "failed" or told == (breaker.state is BreakerState.OPEN and before is not BreakerState.OPEN)
             if step == "ignored" and permit == breaker.try_enter.__self__._epoch:  # noqa: SLF001 - whose trial it was
                 trials = 0 if before is BreakerState.HALF_OPEN else trials

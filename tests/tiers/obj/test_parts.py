@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from kvsluice.tiers.obj.parts import MIN_PART_BYTES, PartCrew, Trial, cut
 MIB = 1 << 20
 
 
-@given(st.integers(1, 1 << 31), st.integers(MIN_PART_BYTES, 1 << 28), st.integers(-3, 40))
+@given(st.integers(1, 1 << 31), st.integers(MIN_PART_BYTES // 2, 1 << 28), st.integers(-3, 40))
 def test_spans_cover_all_bytes_once_in_order_and_none_is_too_small(num_bytes, part_bytes, most_parts):
     spans = cut(num_bytes, part_bytes, most_parts)
     assert spans[0][0] == 0
@@ -221,3 +222,76 @@ def test_the_end_waits_for_nobody(make_crew, wait_until):
     busy.join(5)
     assert not busy.is_alive()
     wait_until(lambda: crew_threads() == [])
+
+
+@pytest.mark.parametrize("started", [0, 2])
+def test_at_the_interpreters_end_the_caller_carries_what_no_thread_takes_any_more(crew, monkeypatch, started):
+    """The executor refuses then; what it has taken before is waited for."""
+    real, taken = ThreadPoolExecutor.submit, []
+
+    def submit(pool, *call):
+        if len(taken) == started:
+            raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+        taken.append(call)
+        return real(pool, *call)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    carried = []
+    crew.run_all(lambda span: carried.append((span, threading.current_thread())), SPANS)
+    assert sorted(span for span, _ in carried) == SPANS
+    own = [span for span, thread in carried if thread is threading.current_thread()]
+    assert set(own) >= {SPANS[0], *SPANS[1 + started :]}
+
+
+def test_what_no_thread_could_be_made_for_is_not_carried_twice(crew, monkeypatch):
+    """The executor keeps it: a thread that gets to it later would write to memory that is somebody else's by then."""
+    real, made = threading.Thread.start, []
+
+    def start(thread):
+        if made:
+            raise RuntimeError("can't start new thread")
+        made.append(thread)
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    carried, hold = [], threading.Event()
+
+    def carry(span):
+        if threading.current_thread() in made:
+            hold.wait(5)
+        carried.append(span)
+        if span == SPANS[0]:
+            # By now all the others were offered to the crew.
+            hold.set()
+
+    crew.run_all(carry, SPANS)
+    assert sorted(carried) == SPANS
+    # The crew's one thread takes what was kept before it comes to this.
+    ended = threading.Event()
+    crew.run_aside(ended.set)
+    assert ended.wait(5)
+    assert sorted(carried) == SPANS
+
+
+# Aside
+
+
+def test_what_runs_aside_is_not_waited_for(crew):
+    hold, ended = threading.Event(), threading.Event()
+
+    def action():
+        hold.wait(5)
+        ended.set()
+
+    crew.run_aside(action)
+    assert not ended.is_set()
+    hold.set()
+    assert ended.wait(5)
+
+
+def test_after_the_end_nothing_runs_aside(crew):
+    crew.close()
+    ran = []
+    crew.run_aside(lambda: ran.append(threading.current_thread()))
+    assert crew_threads() == []
+    assert ran == []

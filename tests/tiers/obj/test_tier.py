@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import socket
-import sys
 
 import pytest
 from hypothesis import given
@@ -16,11 +13,9 @@ from kvsluice.tiers.errors import (
     ChunkDamagedError,
     ChunkMissingError,
     ClosedError,
-    ConfigError,
     TierUnavailableError,
 )
 from kvsluice.tiers.obj import ObjectTier
-from kvsluice.tiers.obj.access import endpoint_of, signs_payload
 from kvsluice.tiers.obj.failures import RequestFailedError
 from kvsluice.tiers.reasons import DISK_FULL, IO_ERROR, MISSING, OVERSIZE, SHORT
 
@@ -232,6 +227,34 @@ def test_another_length_is_damage_and_the_next_load_works(scripted, scripted_tie
     assert buffer == IMAGE[:100]
 
 
+@pytest.mark.parametrize("held_bytes", [0, 1, 99])
+def test_a_body_of_no_told_length_that_ends_early_is_unavailable_and_proves_no_damage(
+    scripted, scripted_tier, answer, held_bytes
+):
+    """Nothing tells a connection that was cut off from one that was ended."""
+    scripted.script = lambda request: answer(200, IMAGE[:held_bytes], until_closed=True)
+    with pytest.raises(TierUnavailableError, match="short_body") as caught:
+        scripted_tier.load(KEY, view(IMAGE), 100)
+    assert caught.value.reason == IO_ERROR
+    assert scripted_tier.failure_counts() == {"short_body": 1}
+
+
+@pytest.mark.parametrize("held_bytes", [101, 5000])
+def test_a_body_of_no_told_length_that_goes_on_is_damage(scripted, scripted_tier, answer, held_bytes):
+    scripted.script = lambda request: answer(200, IMAGE[:held_bytes], until_closed=True)
+    with pytest.raises(ChunkDamagedError, match="the chunk has 100") as caught:
+        scripted_tier.load(KEY, view(IMAGE), 100)
+    assert caught.value.reason == OVERSIZE
+
+
+def test_a_body_of_no_told_length_that_ends_in_time_is_the_chunk(scripted, scripted_tier, answer):
+    scripted.script = lambda request: answer(200, IMAGE[:100], until_closed=True)
+    for _ in range(2):
+        buffer = view(bytes(100))
+        assert scripted_tier.load(KEY, buffer, 100) == 100
+        assert buffer == IMAGE[:100]
+
+
 @pytest.mark.parametrize("sent_bytes", [0, 1, 4096, len(IMAGE) - 1])
 def test_a_body_that_breaks_off_is_unavailable_and_proves_no_damage(scripted, scripted_tier, answer, sent_bytes):
     scripted.script = lambda request: answer(200, IMAGE[:sent_bytes], declared_bytes=len(IMAGE))
@@ -270,45 +293,6 @@ def test_attempts_are_bounded(scripted, make_scripted_tier, answer):
     assert len(scripted.requests) == 2
 
 
-def test_a_missing_bucket_is_a_configuration_error_that_names_it(bucket):
-    with pytest.raises(ConfigError, match=f"'no-such-bucket' at {bucket.endpoint_url} does not exist"):
-        ObjectTier("no-such-bucket", **bucket.credentials)
-
-
-def test_a_refused_bucket_is_a_configuration_error(scripted, answer):
-    scripted.script = lambda request: answer(403)
-    with pytest.raises(ConfigError, match=r"'kv-test' at .* may not be used with these credentials: status 403"):
-        ObjectTier("kv-test", endpoint_url=scripted.endpoint_url, access_key="a", secret_key="b")
-
-
-def test_an_endpoint_that_nobody_serves_is_a_configuration_error():
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        endpoint = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        with pytest.raises(ConfigError, match=f"'kv-test' at {endpoint} cannot be reached") as caught:
-            ObjectTier("kv-test", endpoint_url=endpoint, access_key="a", secret_key="b", max_attempts=1)
-    assert caught.value.__cause__ is not None
-
-
-def test_facts_that_may_not_be_written_are_a_warning(scripted, answer, caplog):
-    scripted.script = lambda request: (
-        answer.error(403, "AccessDenied")
-        if request.method == "PUT"
-        else answer(200 if request.path.startswith("/kv-test/?list-type=2") else 404)
-    )
-    ObjectTier(
-        "kv-test", endpoint_url=scripted.endpoint_url, access_key="a", secret_key="b", namespace_facts={"a": 1}
-    ).close()
-    assert "namespace.json could not be written" in caplog.text
-
-
-def test_without_boto3_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "boto3", None)
-    monkeypatch.setitem(sys.modules, "boto3.session", None)
-    with pytest.raises(ConfigError, match=r"pip install 'kvsluice\[obj\]'"):
-        ObjectTier("kv-test")
-
-
 def test_secrets_reach_no_repr_no_error_and_no_log(scripted, scripted_tier, answer, caplog):
     said = [repr(scripted_tier)]
     for broken in (answer.error(403, "SignatureDoesNotMatch"), answer(hang_up=True)):
@@ -318,52 +302,6 @@ def test_secrets_reach_no_repr_no_error_and_no_log(scripted, scripted_tier, answ
         said += [str(caught.value), repr(caught.value), str(caught.value.__cause__)]
     said.append(caplog.text)
     assert not [text for text in said if "very-secret" in text or "session-secret" in text or "AKIA-TEST" in text]
-
-
-def test_credentials_in_the_endpoint_are_refused_without_repeating_them():
-    with pytest.raises(ConfigError, match="endpoint_url holds credentials") as caught:
-        ObjectTier("kv-test", endpoint_url="https://me:very-secret@s3.example")
-    assert "very-secret" not in str(caught.value)
-
-
-def test_one_of_two_keys_is_refused():
-    with pytest.raises(ConfigError, match="go together"):
-        ObjectTier("kv-test", access_key="a")
-
-
-@pytest.mark.parametrize("namespace", ["", "../up", "a/b", ".", "x" * 129])
-def test_a_namespace_that_is_no_plain_name_is_refused(namespace):
-    with pytest.raises(ConfigError, match="namespace"):
-        ObjectTier("kv-test", namespace=namespace)
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "signed"),
-    [
-        (None, False),
-        ("s3.example", False),
-        ("https://s3.example", False),
-        ("http://127.0.0.1:9000", False),
-        ("http://[::1]:9000", False),
-        ("http://localhost:9000", False),
-        ("http://10.0.0.1:9000", True),
-        ("http://s3.example", True),
-    ],
-)
-def test_payloads_are_signed_only_over_plain_http_to_another_host(endpoint, signed):
-    assert signs_payload(endpoint_of(endpoint)) is signed
-
-
-def test_an_endpoint_without_a_scheme_is_https():
-    parts = endpoint_of("s3.example:8443")
-    assert parts is not None
-    assert parts.geturl() == "https://s3.example:8443"
-
-
-@pytest.mark.parametrize("endpoint", ["ftp://s3.example", "https://", "http://host:0", "http://host:port"])
-def test_an_endpoint_that_is_no_http_url_is_refused(endpoint):
-    with pytest.raises(ConfigError, match="endpoint_url"):
-        endpoint_of(endpoint)
 
 
 def test_a_closed_tier_says_so(tier):
@@ -395,167 +333,3 @@ def test_bisecting_finds_every_prefix(num_keys, num_held):
     keys = [bytes([index]) for index in range(num_keys)]
     held = {tier.object_key(key) for key in keys[:num_held]}
     assert tier.held_prefix(keys) == min(num_keys, num_held)
-
-
-@pytest.mark.parametrize("urls", [[], ["https://s3.example", "https://s3.example"]])
-def test_each_endpoint_is_given_once_and_at_least_one(urls):
-    with pytest.raises(ConfigError, match="endpoint_url"):
-        ObjectTier("kv-test", endpoint_url=urls, access_key="a", secret_key="b")
-
-
-def test_a_bucket_in_another_region_is_a_configuration_error_that_names_it(scripted, answer):
-    scripted.script = lambda request: answer(301, b"", {"x-amz-bucket-region": "eu-west-3"})
-    with pytest.raises(ConfigError, match=r"another region: set region .*eu-west-3"):
-        ObjectTier("kv-test", endpoint_url=scripted.endpoint_url, access_key="a", secret_key="b")
-
-
-# What goes with a PUT
-
-SSE = {"server_side_encryption": "aws:kms", "sse_kms_key_id": "key-1", "storage_class": "STANDARD_IA"}
-SSE_HEADERS = {
-    "x-amz-server-side-encryption": "aws:kms",
-    "x-amz-server-side-encryption-aws-kms-key-id": "key-1",
-    "x-amz-storage-class": "STANDARD_IA",
-}
-
-
-def test_encryption_and_storage_class_stand_on_every_put_and_on_nothing_else(
-    scripted, make_scripted_tier, answer, assert_signed
-):
-    tier = make_scripted_tier(**SSE)
-    scripted.script = lambda request: answer(200, IMAGE[:10] if request.method == "GET" else b"")
-    tier.store(KEY, view(IMAGE), 10)
-    tier.load(KEY, view(IMAGE), 10)
-    tier.held_prefix([KEY])
-    tier.delete(KEY)
-    for request in scripted.requests:
-        found = {name: request.headers[name] for name in SSE_HEADERS if name in request.headers}
-        assert found == (SSE_HEADERS if request.method == "PUT" else {})
-        assert_signed(request, "b")
-
-
-@pytest.mark.parametrize("option", list(SSE))
-@pytest.mark.parametrize("value", ["STANDARD\n", "a\r\nb: c", "\u20ac"])
-def test_what_no_header_can_carry_is_a_configuration_error(option, value):
-    with pytest.raises(ConfigError, match=option):
-        ObjectTier("kv-test", endpoint_url="http://127.0.0.1:1", access_key="a", secret_key="b", **{option: value})
-
-
-def test_a_signed_payload_is_signed_by_its_digest(scripted, make_scripted_tier, assert_signed):
-    tier = make_scripted_tier(sign_payload="on")
-    tier.store(KEY, view(IMAGE), len(IMAGE))
-    (put,) = scripted.requests
-    assert put.headers["x-amz-content-sha256"] == hashlib.sha256(IMAGE).hexdigest()
-    assert_signed(put, "b")
-
-
-@pytest.mark.parametrize("prefix", ["team a/+plus", "\u00fcn\u00ef/\u6587", "a&b=c?d#e;f,g:h@i!j$k'l(m)n*o%20"])
-def test_a_prefix_of_any_characters_is_one_name_for_our_requests_and_for_boto3(bucket, prefix):
-    tier = ObjectTier(bucket.name, prefix=prefix, namespace="ab12", **bucket.credentials)
-    assert tier.store(KEY, view(IMAGE), 100) == 100
-    assert bucket.keys() == [f"{prefix}/ab12/{KEY.hex()}.safetensors"]
-    assert tier.load(KEY, view(IMAGE), 100) == 100
-    assert list(tier.scan()) == [KEY]
-    assert tier.clear() == 1
-    tier.close()
-
-
-# Parts
-
-PARTS = {"parts": "on", "part_bytes": 5 * MIB, "max_connections": 4}
-LARGE = bytes(range(256)) * (10 * MIB // 256)
-
-
-def test_a_part_below_what_s3_takes_is_a_configuration_error():
-    with pytest.raises(ConfigError, match=f"part_bytes is {5 * MIB - 1}"):
-        ObjectTier("kv-test", part_bytes=5 * MIB - 1)
-
-
-def test_a_large_chunk_goes_and_comes_in_parts(bucket):
-    tier = ObjectTier(bucket.name, namespace="ab12", storage_class="STANDARD_IA", **PARTS, **bucket.credentials)
-    assert tier.store(KEY, view(LARGE), len(LARGE)) == len(LARGE)
-    client = bucket.client()
-    head = client.head_object(Bucket=bucket.name, Key=tier.object_key(KEY))
-    assert head["ETag"].endswith('-2"')
-    assert head["StorageClass"] == "STANDARD_IA"
-    assert not client.list_multipart_uploads(Bucket=bucket.name).get("Uploads")
-    client.close()
-    buffer = view(bytes(len(LARGE) + 10))
-    assert tier.load(KEY, buffer, len(LARGE)) == len(LARGE)
-    assert buffer == LARGE + bytes(10)
-    assert tier.store(KEY, view(LARGE[::-1]), len(LARGE)) == 0
-    assert bucket.read(tier.object_key(KEY)) == LARGE
-    with pytest.raises(ChunkDamagedError) as caught:
-        tier.load(KEY, view(bytes(len(LARGE) + MIB)), len(LARGE) + MIB)
-    assert caught.value.reason == SHORT
-    tier.close()
-
-
-def in_ranges(answer, held, etag=lambda start: '"e"'):
-    """Answers GETs of ranges of `held`."""
-
-    def serve(request):
-        start, last = map(int, request.headers["range"].removeprefix("bytes=").split("-"))
-        headers = {"Content-Range": f"bytes {start}-{last}/{len(held)}", "ETag": etag(start)}
-        return answer(206, held[start : last + 1], headers)
-
-    return serve
-
-
-def test_an_object_that_was_replaced_between_two_ranges_is_unavailable_and_not_damaged(
-    scripted, make_scripted_tier, answer
-):
-    tier = make_scripted_tier(**PARTS)
-    scripted.script = in_ranges(answer, LARGE, etag=lambda start: f'"{start}"')
-    with pytest.raises(TierUnavailableError, match="replaced") as caught:
-        tier.load(KEY, view(LARGE), len(LARGE))
-    assert caught.value.reason == IO_ERROR
-    assert tier.failure_counts() == {"replaced": 1}
-
-
-def test_an_object_of_another_length_is_damaged_in_ranges_too(scripted, make_scripted_tier, answer):
-    tier = make_scripted_tier(**PARTS)
-    scripted.script = in_ranges(answer, LARGE + b"x")
-    with pytest.raises(ChunkDamagedError) as caught:
-        tier.load(KEY, view(LARGE), len(LARGE))
-    assert caught.value.reason == OVERSIZE
-    scripted.script = lambda request: answer.error(416, "InvalidRange")
-    with pytest.raises(ChunkDamagedError) as caught:
-        tier.load(KEY, view(LARGE), len(LARGE))
-    assert caught.value.reason == SHORT
-
-
-def test_a_server_without_ranges_is_found_out_once(scripted, make_scripted_tier, answer, caplog):
-    tier = make_scripted_tier(**PARTS)
-    scripted.script = lambda request: answer(200, LARGE)
-    for _ in range(2):
-        buffer = view(bytes(len(LARGE)))
-        assert tier.load(KEY, buffer, len(LARGE)) == len(LARGE)
-        assert buffer == LARGE
-    assert ["range" in request.headers for request in scripted.requests] == [True, True, False, False]
-    assert len([record for record in caplog.records if "does not answer to ranges" in record.getMessage()]) == 1
-
-
-def test_without_a_condition_on_uploads_a_large_chunk_goes_whole(scripted, make_scripted_tier, answer):
-    """As on Ceph's gateway, where an upload would replace what another writer put."""
-    tier = make_scripted_tier(**{**PARTS, "parts": "auto"})
-
-    def serve(request):
-        if request.method == "POST" and "uploads=" in request.path:
-            return answer(200, b"<R><UploadId>u</UploadId></R>")
-        if request.method == "GET":
-            return answer(200, b"<R><IsTruncated>false</IsTruncated></R>")
-        return answer(404 if request.method == "HEAD" else 200, b"", {"ETag": '"e"'})
-
-    scripted.script = serve
-    for _ in range(3):
-        assert tier.store(KEY, view(LARGE), len(LARGE)) == len(LARGE)
-    whole = [request for request in scripted.requests if len(request.body) == len(LARGE)]
-    assert len(whole) == 3
-    assert all(request.headers["if-none-match"] == "*" for request in whole)
-
-
-def test_an_upload_that_is_refused_is_not_harmful(scripted, make_scripted_tier, answer):
-    tier = make_scripted_tier(**PARTS)
-    scripted.script = lambda request: answer.error(403, "AccessDenied") if request.method == "POST" else answer()
-    assert tier.store(KEY, view(LARGE), len(LARGE)) == len(LARGE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from datetime import datetime, timedelta, timezone
@@ -121,7 +122,7 @@ def store(scripted, answer):
 
 
 @pytest.fixture
-def make_uploads(scripted, make_access, make_requests):
+def make_uploads(scripted, make_access, make_requests, wait_until):
     crews = []
 
     def make(**options):
@@ -139,11 +140,18 @@ def make_uploads(scripted, make_access, make_requests):
     yield make
     for crew in crews:
         crew.close()
+    # What runs aside asks the server, which ends after this.
+    wait_until(lambda: not [one for one in threading.enumerate() if one.name.startswith("kvsluice-test-part")])
 
 
 @pytest.fixture
 def uploads(store, make_uploads):
     return make_uploads()
+
+
+def asked(scripted):
+    """All but the listing, which is aside."""
+    return [request for request in scripted.requests if request.method != "GET"]
 
 
 def methods(scripted):
@@ -323,12 +331,13 @@ def test_whether_the_server_keeps_the_condition_is_tried_once_and_nothing_is_lef
 ):
     store.conditional = conditional
     assert uploads.ask_now() is conditional
-    count = len(scripted.requests)
+    count = len(asked(scripted))
     assert uploads.ask_now() is conditional
-    assert len(scripted.requests) == count
+    assert len(asked(scripted)) == count
     assert store.objects == {}
     assert store.parts == {}
-    assert all(request.path.startswith("/kv-test/p/probe-") for request in scripted.requests if request.method != "GET")
+    assert all(request.path.startswith("/kv-test/p/probe-") for request in asked(scripted))
+    assert not uploads.are_refused
 
 
 def test_while_one_finds_out_others_do_not_wait(store, uploads, scripted):
@@ -350,12 +359,56 @@ def test_while_one_finds_out_others_do_not_wait(store, uploads, scripted):
     assert found == [True]
 
 
-def test_a_try_that_fails_for_now_is_tried_again(store, uploads, answer, fails):
-    store.instead["begin"] = [answer.error(503, "SlowDown")] * 3
-    with fails("503 SlowDown"):
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (503, "SlowDown"),
+        (409, "OperationAborted"),
+        (507, "XMinioStorageFull"),
+        (403, "QuotaExceeded"),
+        (400, "ExpiredToken"),
+        (403, "InvalidAccessKeyId"),
+    ],
+)
+def test_a_try_that_fails_for_now_is_tried_again(store, uploads, answer, fails, status, code):
+    """Space can be made, and keys be rotated."""
+    store.instead["begin"] = [answer.error(status, code)] * 3
+    with fails(f"{status} {code}"):
         uploads.ask_now()
     assert store.objects == {}
+    store.instead.clear()
     assert uploads.ask_now() is True
+    assert not uploads.are_refused
+
+
+def test_a_try_that_nobody_answers_is_tried_again(store, uploads, answer, fails):
+    store.instead["begin"] = [answer(hang_up=True)] * 9
+    with fails("reset"):
+        uploads.ask_now()
+    store.instead.clear()
+    assert uploads.ask_now() is True
+
+
+@pytest.mark.parametrize("step", ["put", "begin", "part 1", "complete"])
+@pytest.mark.parametrize(
+    ("status", "code"), [(403, "AccessDenied"), (501, "NotImplemented"), (405, "MethodNotAllowed")]
+)
+def test_a_try_that_is_refused_is_remembered_and_said_once(
+    store, uploads, answer, scripted, caplog, step, status, code
+):
+    store.instead[step] = [answer.error(status, code)] * 9
+    assert uploads.ask_now() is False
+    count = len(scripted.requests)
+    for _ in range(3):
+        assert uploads.ask_now() is False
+    assert uploads.are_refused
+    assert len(scripted.requests) == count
+    assert store.objects == {}
+    assert store.parts == {}
+    (record,) = [one for one in caplog.records if one.levelno >= logging.WARNING]
+    assert record.getMessage().startswith(
+        f"obj: chunks are stored whole: an upload is refused: status {status}, code {code}"
+    )
 
 
 # What was cut off
@@ -373,10 +426,29 @@ def test_uploads_of_long_ago_are_aborted_and_younger_ones_left(store, uploads):
     assert store.aborted == [("p/old +1", "id/1+x")]
 
 
-def test_a_first_question_for_the_condition_tidies_up(store, uploads):
+def test_a_first_question_for_the_condition_tidies_up_aside(store, uploads, scripted, wait_until):
+    """The store that asks waits for no listing, which may take long."""
+    answered = threading.Event()
+
+    def serve(request):
+        if request.method == "GET":
+            answered.wait(5)
+        return store(request)
+
+    scripted.script = serve
     store.listed = [("p/old", "id1", datetime.now(timezone.utc) - timedelta(hours=2))]
-    uploads.ask_now()
-    assert ("p/old", "id1") in store.aborted
+    assert uploads.ask_now() is True
+    assert ("p/old", "id1") not in store.aborted
+    answered.set()
+    wait_until(lambda: ("p/old", "id1") in store.aborted)
+    assert uploads.ask_now() is True
+    assert methods(scripted).count("GET") == 1
+
+
+def test_where_uploads_are_refused_none_is_looked_for(store, uploads, answer, scripted, wait_until):
+    store.instead["begin"] = [answer.error(403, "AccessDenied")]
+    assert uploads.ask_now() is False
+    assert methods(scripted) == ["PUT", "POST", "DELETE"]
 
 
 def test_a_listing_that_is_refused_is_logged_and_no_failure(store, uploads, answer, caplog):
