@@ -254,9 +254,9 @@ class ObjTierConfig(IoTierConfig):
     part_bytes: Size = Field(
         8 << 20,
         ge=MIN_PART_BYTES,
-        description='Bytes, or "8MiB", of the smallest part of a store; ranges of a load may be half of it. A chunk below '
-        "twice that goes whole. Default 8388608 (8 MiB): measured, below that parts gain little even where each "
-        "connection is limited.",
+        description='Bytes, or "8MiB", of the smallest part of a store; ranges of a load may be half of it. A chunk '
+        "below twice that goes whole. Default 8388608 (8 MiB): measured, below that parts gain little even where "
+        "each connection is limited.",
     )
     connect_timeout_s: Seconds = Field(
         2.0, description="Seconds for a connection to come up. Default 2.0: a store that takes longer is not there."
