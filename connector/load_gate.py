@@ -64,6 +64,10 @@ class _Stage:
     """When a probe was last let through."""
     probe_keys: frozenset[bytes] = frozenset()
     """The chunks that it offered, until a load asks for them."""
+    is_silent: bool = False
+    """Whether the last that was asked of it failed."""
+    is_back: bool = False
+    """Whether it has answered since, and no probe has been let through for that."""
 
 
 class _Line:
@@ -142,6 +146,13 @@ class LoadGate:
     def on_failed(self, tier: int, waited_s: float, place: int, now_s: float) -> None:
         """A load of a chunk from `tier` failed after `waited_s`; `place` as in `on_late`."""
         self._stages[tier].times.on_failed(waited_s, place, now_s)
+        self.on_asked(tier, answered=False)
+
+    def on_asked(self, tier: int, *, answered: bool) -> None:
+        """`tier` was asked what it holds. Once it answers again, how slow it was while it went is not waited out."""
+        stage = self._stages[tier]
+        stage.is_back = answered and (stage.is_back or stage.is_silent)
+        stage.is_silent = not answered
 
     def on_lost(self, tier: int) -> None:
         """A load at `tier` was given up, or came from elsewhere."""
@@ -270,6 +281,9 @@ class LoadGate:
         # Loads that are open find it out anyway.
         if open_loads.get(at, 0) or now_s - stage.probe_s < HALF_LIFE_S:
             return 0
+        if stage.is_back:
+            stage.is_back = False
+            return min(len(served_by) - best, PROBE_CHUNKS, stage.times.width)
         if all(known.times.kept(now_s) == 1.0 for known in stages.values()):
             return 0
         hoped = _best(self._lines(stages, open_loads, now_s), served_by, chunk_s)

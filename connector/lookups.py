@@ -193,6 +193,8 @@ class Lookups:
             return
         if answer.error is not None:
             account.missed["lookup_failed"] += 1
+        if self._load_gate is not None:
+            self._load_gate.on_asked(answer.tier, answered=answer.error is None)
         # A key that became held while the question was under way (a store of ours ended) stays so: the
         # answer is the older of the two, and a load finds out.
         for key in answer.keys[answer.held : answer.held + 1]:

@@ -448,6 +448,36 @@ def test_no_probe_stands_in_line_behind_loads_that_will_tell_as_much():
     assert gate.offer([0] * 8, {}, 8 * HALF_LIFE_S, probe_keys=MANY_KEYS) == 1
 
 
+def test_a_tier_that_was_gone_and_answers_again_is_probed_at_once_and_once():
+    gate = LoadGate({0: LoadTier("obj", 16)}, tokens_per_chunk=1, prefill_tokens_per_s=1.0)
+    gate.on_late(0, 1000.0, 1, 0.0)
+    now_s = HALF_LIFE_S
+    assert gate.offer([0] * 32, {}, now_s, probe_keys=MANY_KEYS) == 0, "far slower than computing, and that is fresh"
+    gate.on_asked(0, answered=True)
+    assert gate.offer([0] * 32, {}, now_s, probe_keys=MANY_KEYS) == 0, "slow, and never gone"
+    gate.on_asked(0, answered=False)
+    assert gate.offer([0] * 32, {}, now_s, probe_keys=MANY_KEYS) == 0, "gone"
+    for _ in range(2):
+        gate.on_asked(0, answered=True)
+    assert gate.offer([0] * 32, {}, now_s, probe_keys=None) == 0, "an answer that is not acted upon takes no probe"
+    assert gate.offer([0] * 32, {0: 1}, now_s, probe_keys=MANY_KEYS) == 0, "loads that are open will tell"
+    assert gate.offer([0] * 32, {}, now_s, probe_keys=MANY_KEYS) == PROBE_CHUNKS
+    assert gate.offer([0] * 32, {}, now_s + HALF_LIFE_S, probe_keys=MANY_KEYS) == 0
+
+
+def test_a_tier_that_answers_questions_and_fails_loads_is_probed_no_more_than_every_half_life():
+    gate = LoadGate({0: LoadTier("obj", 16)}, tokens_per_chunk=1, prefill_tokens_per_s=1.0)
+    gate.on_late(0, 1e9, 1, 0.0)
+    probes = 0
+    for step in range(1, 201):
+        now_s = step * HALF_LIFE_S / 20
+        gate.on_asked(0, answered=True)
+        probed = gate.offer([0] * 32, {}, now_s, probe_keys=MANY_KEYS)
+        probes += probed > 0
+        gate.on_failed(0, 0.001, 1, now_s)
+    assert probes == 10
+
+
 # ---- several ranks, several tiers --------------------------------------------------------------
 
 

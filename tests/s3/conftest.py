@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 
+import botocore.session
 import pytest
 from engine_traffic import SLOT_BYTES
 from fault_proxy import FaultProxy
+from obj_calls import IMAGE, KEY, LENGTH, OPERATION_S, READ_S, view
 from rgw import HOST, Rgw
 from tls_terminator import PrivateCa, TlsTerminator
 
@@ -20,6 +23,14 @@ _numbers = count()
 
 Connect = Callable[..., OffloadConnector]
 MakeTier = Callable[..., ObjectTier]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _service_descriptions_are_read_once() -> Iterator[None]:
+    """Every tier has a session of boto3 of its own, and each of those reads a megabyte of them: most of its cost."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(botocore.session, "create_loader", functools.lru_cache(botocore.session.create_loader))
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -79,6 +90,15 @@ def make_tier(rgw: Rgw, bucket: str) -> Iterator[MakeTier]:
     for tier in made:
         tier.close()
     assert threads_left(before) == set()
+
+
+@pytest.fixture
+def tier(make_tier: MakeTier, proxy: FaultProxy) -> ObjectTier:
+    """Behind the proxy, with `KEY` held and times that a test can wait for; nothing counted so far."""
+    tier = make_tier(proxy.endpoint_url, read_timeout_s=READ_S, operation_timeout_s=OPERATION_S)
+    tier.store(KEY, view(IMAGE), LENGTH)
+    proxy.reset_counts()
+    return tier
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 from bench import sluice_threads
 from fault_proxy import FaultProxy
 from faults import StallBody, slow_down
-from images import IMAGE, KEY, load, served_again, view
+from obj_calls import BUSY_S, IMAGE, KEY, LENGTH, load, served_again, view
 from rgw import HOST, Rgw
 
 from kvsluice.tiers.errors import TierUnavailableError
@@ -23,10 +23,7 @@ pytestmark = pytest.mark.s3
 
 MakeTier = Callable[..., ObjectTier]
 
-LENGTH = len(IMAGE)
 OPERATION_S = 4.0
-BUSY_S = 1.5
-"""What a machine with more to do than these tests may add."""
 THREADS = 8
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from fault_proxy import FaultProxy
-from images import IMAGE, KEY, load, served_again, view
+from obj_calls import IMAGE, KEY, load, served_again, view
 from rgw import HOST, Rgw, free_port
 from tls_terminator import PrivateCa, TlsTerminator
 

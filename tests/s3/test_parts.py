@@ -24,7 +24,7 @@ from faults import (
     error,
     slow_down,
 )
-from images import KEY, load
+from obj_calls import BUSY_S, KEY, load
 from rgw import Rgw
 
 from kvsluice.tiers.errors import ChunkDamagedError, ChunkMissingError, TierUnavailableError
@@ -39,8 +39,6 @@ PART = 5 << 20
 LENGTH = 3 * PART + 12_345
 READ_S = 0.6
 OPERATION_S = 4.0
-BUSY_S = 1.5
-"""What a machine with more to do than these tests may add."""
 RANGES = LENGTH // (PART // 2)
 """That a load of it is cut into: they may be half as long as the parts of a store."""
 IMAGE = os.urandom(LENGTH)
@@ -63,6 +61,11 @@ def tier(make_tier: MakeTier, proxy: FaultProxy) -> ObjectTier:
         proxy.endpoint_url, parts="on", part_bytes=PART, read_timeout_s=READ_S, operation_timeout_s=OPERATION_S
     )
     assert tier.store(KEY, image_view(), LENGTH) == LENGTH
+    # With its first upload a tier looks, aside, for those that others have left.
+    end_s = time.monotonic() + 10.0
+    while not any(seen.method == "GET" and "uploads" in seen.path for seen in proxy.requests):
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
     proxy.reset_counts()
     return tier
 

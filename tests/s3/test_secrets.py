@@ -27,7 +27,7 @@ from faults import (
     error,
     slow_down,
 )
-from images import IMAGE, KEY, load, view
+from obj_calls import IMAGE, KEY, LENGTH, load, view
 from rgw import Rgw
 from tls_terminator import TlsTerminator
 
@@ -41,7 +41,6 @@ MakeTier = Callable[..., ObjectTier]
 Connect = Callable[..., OffloadConnector]
 
 TOKEN = "session+token/that=nobody-may-see"
-LENGTH = len(IMAGE)
 
 
 class Watch:

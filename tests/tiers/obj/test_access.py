@@ -12,6 +12,7 @@ import pytest
 
 from kvsluice.tiers.errors import ConfigError
 from kvsluice.tiers.obj.access import endpoint_of
+from kvsluice.tiers.obj.pool import HttpPool, Timeouts
 from kvsluice.tiers.obj.requests import Request, no_body
 
 LARGE_BYTES = 32 << 20
@@ -172,8 +173,6 @@ def test_requests_go_through_the_proxy_and_are_signed_for_the_store(
     requests = make_requests("http://s3.example:80", access=access)
     endpoint = requests.endpoints.all[0]
     place = access.place("http://s3.example")
-    from kvsluice.tiers.obj.pool import HttpPool, Timeouts
-
     endpoint.place, endpoint.pool = place, HttpPool(place.target, Timeouts(5, 5), 1)
     requests.send(Request("PUT", "k", "", {}, memoryview(b"abc")), requests.now_s() + 5, no_body)
     (request,) = scripted.requests
@@ -187,8 +186,6 @@ def test_requests_go_through_the_proxy_and_are_signed_for_the_store(
 
 
 def test_the_bundle_given_is_what_is_trusted(serve, server_tls, make_access, ca_file, fails):
-    from kvsluice.tiers.obj.pool import HttpPool, Timeouts
-
     server = serve(lambda peer: peer.serve((200, b"")), server_tls)
     trusted = make_access(ca_bundle=str(ca_file)).place(server.url)
     pool = HttpPool(trusted.target, Timeouts(5, 5), 0)
@@ -198,8 +195,6 @@ def test_the_bundle_given_is_what_is_trusted(serve, server_tls, make_access, ca_
 
 
 def test_the_environments_bundle_is_trusted_where_none_is_given(serve, server_tls, make_access, ca_file, monkeypatch):
-    from kvsluice.tiers.obj.pool import HttpPool, Timeouts
-
     monkeypatch.setenv("AWS_CA_BUNDLE", str(ca_file))
     server = serve(lambda peer: peer.serve((200, b"")), server_tls)
     pool = HttpPool(make_access().place(server.url).target, Timeouts(5, 5), 0)

@@ -38,7 +38,9 @@ def test_a_part_below_what_s3_takes_is_a_configuration_error():
         ObjectTier("kv-test", part_bytes=5 * MIB - 1)
 
 
-def test_a_large_chunk_goes_and_comes_in_parts(bucket):
+def test_a_large_chunk_goes_and_comes_in_parts(bucket, monkeypatch):
+    # moto says of every upload that it began in 2010, so that one under way passes for a forgotten one.
+    monkeypatch.setattr("kvsluice.tiers.obj.uploads.Uploads.abort_orphans", lambda uploads: 0)
     tier = ObjectTier(bucket.name, namespace="ab12", storage_class="STANDARD_IA", **PARTS, **bucket.credentials)
     assert tier.store(KEY, view(LARGE), len(LARGE)) == len(LARGE)
     client = bucket.client()
