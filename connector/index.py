@@ -13,7 +13,8 @@ What was told or listed is hearsay until we have loaded it: then nothing is know
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Final
+from itertools import islice
+from typing import Final, TypeVar
 
 __all__ = ["MAX_ABSENT_KEYS", "MAX_HELD_KEYS", "UNKNOWN_TTL_S", "TierIndex"]
 
@@ -25,11 +26,14 @@ UNKNOWN_TTL_S: Final = 1.0
 """How long a key that nobody could tell of is left alone, where `negative_ttl_s` is not less: a tier that comes
 back serves again about a second later, and one that stays away is asked for a prompt once a second."""
 
+_T = TypeVar("_T")
+
 _SHARDS: Final = 64
 _PLACES: Final = 4096
 _SHIFT: Final = 40
 """A dict finds its places by the low bits of a key's hash, so the dict is found by others."""
 _MASK: Final = _PLACES - 1
+_DROPPED_IN: Final = 4096
 _SMALL: Final = 65_536
 """Up to that many keys one dict does: to double it takes under 2 ms."""
 
@@ -43,6 +47,17 @@ def _spread(shards: list[dict[bytes, bool]]) -> list[dict[bytes, bool]]:
         share += weight / sum(weights)
         places += [shard] * (round(share * _PLACES) - len(places))
     return places
+
+
+def _drop_first(keys: dict[bytes, _T], limit: int) -> int:
+    """Drop the keys that were put first, one of some thousand that `limit` allows; how many.
+
+    To find the first one a dict walks over the places of all that were dropped before it, so it is asked seldom.
+    """
+    first = list(islice(keys, max(1, limit // _DROPPED_IN)))
+    for key in first:
+        del keys[key]
+    return len(first)
 
 
 class TierIndex:
@@ -150,9 +165,7 @@ class TierIndex:
             return
         if self._num_held >= self._max_held:
             # Of this shard, not of all: with keys that are digests that comes to nearly the same.
-            fullest = shard or max(self._shards, key=len)
-            del fullest[next(iter(fullest))]
-            self._num_held -= 1
+            self._num_held -= _drop_first(shard or max(self._shards, key=len), self._max_held)
         shard[key] = hearsay
         self._num_held += 1
 
@@ -179,5 +192,5 @@ class TierIndex:
     def _note(self, until_s: dict[bytes, float], key: bytes, end_s: float) -> None:
         until_s.pop(key, None)
         if len(until_s) >= self._max_absent:
-            del until_s[next(iter(until_s))]
+            _drop_first(until_s, self._max_absent)
         until_s[key] = end_s

@@ -146,7 +146,7 @@ def test_a_large_index_stays_within_its_limit_and_always_knows_the_newest():
         index.add_answered(newest, 0.0)
         assert len(index) <= 70_000
         assert index.count_held(newest, 0, ()) == 1000
-    assert len(index) == 70_000
+    assert len(index) > 69_900, "it makes room for a few at once, and no more"
     oldest = [make_key(number) for number in range(10_000)]
     assert sum(map(index.holds, oldest)) < 100, "those known longest have gone"
     index.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -38,7 +39,7 @@ def rgw() -> Iterator[Rgw]:
     """For all tests that do not end it."""
     with Rgw() as running:
         # One that is nearly empty can take itself for a full one: something has to stay.
-        running.client.put_object(Bucket=running.make_bucket("ballast"), Key="ballast", Body=bytes(64 << 20))
+        running.client.put_object(Bucket=running.make_bucket("ballast"), Key="ballast", Body=os.urandom(64 << 20))
         yield running
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,8 +10,11 @@ from typing import Final, Literal, TypeVar
 
 __all__ = ["MIN_PART_BYTES", "PartCrew", "Span", "Trial", "cut"]
 
+logger = logging.getLogger(__name__)
+
 MIN_PART_BYTES: Final = 5 << 20
 """The smallest part of an upload but the last, by the S3 reference."""
+
 _MOST_PARTS: Final = 8
 _CUT_UNIT_BYTES: Final = 4096
 _WEIGHT: Final = 0.25
@@ -109,8 +113,15 @@ class PartCrew:
         return [outcome() for outcome in outcomes]
 
     def run_aside(self, action: Callable[[], object]) -> None:
-        """`action` when a thread has time for it; not at all after `close`."""
-        self._start(lambda _: action(), (0, 0))
+        """`action` when a thread has time for it; not at all after `close`. What it raises is logged."""
+
+        def act(_: Span) -> None:
+            try:
+                action()
+            except Exception:
+                logger.exception("%s: unexpected failure beside the chunks", self._name)
+
+        self._start(act, (0, 0))
 
     def close(self) -> None:
         """Let the threads end after what they are at. Idempotent; never blocks."""

@@ -187,16 +187,14 @@ class Connection:
         headers: Mapping[str, str],
         body: memoryview | None,
         end_s: float,
-        read_s: float | None = None,
     ) -> Response:
         """Send one request, wait for the head of its answer. After an error the connection is to be closed.
 
         Args:
             end_s: when to give up, on the clock of the pool; holds for reading the body too.
-            read_s: silence to bear, where that is not the pool's.
         """
         self._timed.end_s = end_s
-        self._timed.read_s = self._read_s if read_s is None else read_s
+        self._timed.read_s = self._read_s
         self._http.putrequest(method, target, skip_host=True, skip_accept_encoding=True)
         for name, value in headers.items():
             self._http.putheader(name, value)
@@ -212,6 +210,10 @@ class Connection:
                     return response
             raise
         response = Response(self._http.getresponse())
+        if response.status < 200:
+            # 100 is passed over by `http.client`. After any other the real answer is still to come, and would be taken
+            # for the next request's.
+            raise http.client.HTTPException(f"status {response.status}, which is no answer")
         self.served += 1
         return response
 

@@ -326,10 +326,10 @@ def make_pool(client_tls) -> Iterator[Callable[..., HttpPool]]:
 def get() -> Callable[..., bytes]:
     """One GET on a connection of a pool; its body, or as much of it as `size`."""
 
-    def get(pool: HttpPool, end_s: float, size: int | None = None, **options: float) -> bytes:
+    def get(pool: HttpPool, end_s: float, size: int | None = None) -> bytes:
         connection = pool.take(end_s)
         try:
-            response = connection.ask("GET", "/", {"host": "h"}, None, end_s, **options)
+            response = connection.ask("GET", "/", {"host": "h"}, None, end_s)
             buffer = bytearray(response.length if size is None else size)
             response.read_exactly(memoryview(buffer))
             whole = response.finish()

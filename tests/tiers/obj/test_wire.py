@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import socket
 import struct
 import time
@@ -250,18 +251,6 @@ def test_silence_ends_after_the_read_timeout(serve, make_pool, context, fails, s
     assert time.monotonic() - start_s < SOON_S
 
 
-def test_a_request_may_bear_less_silence_than_its_pool(serve, make_pool, get):
-    def handle(peer):
-        peer.read_head()
-        peer.over.wait(30)
-
-    pool = make_pool(serve(handle), read_s=30)
-    start_s = time.monotonic()
-    with pytest.raises(TimeoutError):
-        get(pool, in_s(30), 3, read_s=0.1)
-    assert time.monotonic() - start_s < SOON_S
-
-
 @pytest.mark.parametrize("sends", [False, True])
 @pytest.mark.parametrize(("read_s", "left_s", "kind"), [(0.1, 30.0, "timeout"), (30.0, 0.1, DEADLINE)])
 def test_a_wait_tells_what_ended_it(serve, make_pool, context, get, sends, read_s, left_s, kind):
@@ -485,3 +474,18 @@ def test_a_tls_connection_that_is_aborted_gives_no_ciphertext_away_as_a_body(ser
         response.read_exactly(buffer[100:])
     pool.drop(connection)
     assert set(bytes(buffer)) <= {0, ord("A")}
+
+
+@pytest.mark.parametrize("status", [102, 103, 199])
+def test_an_interim_answer_is_not_taken_for_the_answer_and_its_connection_serves_no_other_request(
+    serve, make_pool, get, status
+):
+    def handle(peer):
+        while peer.read_head():
+            peer.send(b"HTTP/1.1 %d Interim\r\n\r\n" % status)
+            peer.answer(200, b"abc")
+
+    pool = make_pool(serve(handle))
+    with pytest.raises(http.client.HTTPException, match=f"status {status}"):
+        get(pool, in_s(30), 3)
+    assert pool.busy == 0
