@@ -190,6 +190,12 @@ class FsTierConfig(IoTierConfig):
     )
 
 
+def _large_enough(part_bytes: int) -> int:
+    if part_bytes < MIN_PART_BYTES:
+        raise ValueError(f"S3 takes parts of at least {MIN_PART_BYTES} bytes (5MiB)")
+    return part_bytes
+
+
 def _without_login(url: str) -> tuple[str, tuple[str, str] | None]:
     """The URL without its `user:password@`, and these two; no message repeats the URL, which may hold a password."""
     try:
@@ -215,7 +221,7 @@ class ObjTierConfig(IoTierConfig):
         None,
         description="Where the store answers, or a list of such: requests are spread over them, and one that fails is "
         "left out; https unless it says http://. A user:password@ in it is moved to access_key and secret_key. Default "
-        "None: AWS's own endpoint of the region.",
+        "None: AWS_ENDPOINT_URL_S3 of the environment, or AWS's own endpoint of the region.",
     )
     prefix: str = Field("", description='What every object name starts with. Default "": the bucket\'s root.')
     region: Text | None = Field(None, description="Region to sign for. Default None: what the environment says.")
@@ -251,9 +257,8 @@ class ObjTierConfig(IoTierConfig):
         description='Whether a large chunk moves in parallel parts where connections are to spare. Default "auto": '
         "where trials show it to be faster, and for stores only where the server puts a condition on their end.",
     )
-    part_bytes: Size = Field(
+    part_bytes: Annotated[Size, AfterValidator(_large_enough)] = Field(
         8 << 20,
-        ge=MIN_PART_BYTES,
         description='Bytes, or "8MiB", of the smallest part of a store; ranges of a load may be half of it. A chunk '
         "below twice that goes whole. Default 8388608 (8 MiB): measured, below that parts gain little even where "
         "each connection is limited.",

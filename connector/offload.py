@@ -73,7 +73,9 @@ class OffloadConnector:
         rank = open_rank(config, layout, model, device=device, clock=clock)
         geometry = rank.geometry
         self._worker = rank.worker
-        self._prober = Prober(rank.tiers, listing_times_s=listing_times_s(config), clock=clock)
+        self._prober = Prober(
+            rank.tiers, max_age_s=config.lookup_timeout_s, listing_times_s=listing_times_s(config), clock=clock
+        )
         self._planner = Planner(
             ladder,
             geometry.settings(config),

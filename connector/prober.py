@@ -1,13 +1,15 @@
 """Asks tiers which keys they hold, off the scheduling path.
 
-One thread per tier, so that a tier that hangs leaves the others' answers alone. Requests and answers
-cross in queues that neither side ever waits on: the scheduler looks at what has arrived. A tier that is
-listed at start has a second thread until that is over.
+Each tier has threads of its own, so that one that hangs leaves the others' answers alone: one, or for a
+tier beyond a network as many as it says. Requests and answers cross in queues that neither side ever
+waits on: the scheduler looks at what has arrived. A tier that is listed at start has one thread more
+until that is over.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -36,6 +38,15 @@ class Answer:
     keys: tuple[bytes, ...]
     held: int
     error: str | None
+    is_stale: bool = False
+    """Whether the tier was not asked at all, as nobody waited any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    round: int
+    keys: tuple[bytes, ...]
+    asked_s: float
 
 
 class SupportsProbing(Protocol):
@@ -91,6 +102,7 @@ class Prober:
         group: the KV-cache group whose chunks are asked for.
         num_ranks: a key is held only where every rank's part is.
         max_waiting: questions that may wait per tier.
+        max_age_s: what waited longer is not asked any more: nobody waits for the answer.
         listing_times_s: by position, how long a tier is listed at start; those that are absent are not.
         clock: seconds, monotonic; ends the listings.
     """
@@ -102,6 +114,7 @@ class Prober:
         group: int = 0,
         num_ranks: int = 1,
         max_waiting: int = 64,
+        max_age_s: float = math.inf,
         listing_times_s: Mapping[int, float] = MappingProxyType({}),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -109,20 +122,24 @@ class Prober:
         self._num_ranks = num_ranks
         self._max_waiting = max_waiting
         self._answers: deque[Answer] = deque()
-        self._questions: dict[int, queue.SimpleQueue[tuple[int, tuple[bytes, ...]] | None]] = {}
+        self._max_age_s = max_age_s
+        self._clock = clock
+        self._questions: dict[int, queue.SimpleQueue[_Question | None]] = {}
         self._round = 0
         self._waiting: dict[int, int] = {}
         self._answered: dict[int, int] = {}
+        self._asking: dict[int, threading.Lock] = {}
         self._threads: list[threading.Thread] = []
         for at, tier in tiers.items():
             self._questions[at] = queue.SimpleQueue()
             self._waiting[at] = 0
             self._answered[at] = 0
-            thread = threading.Thread(
-                target=self._serve, args=(at, tier), name=f"kvsluice-lookup-{tier.name}", daemon=True
-            )
-            self._threads.append(thread)
-            thread.start()
+            self._asking[at] = threading.Lock()
+            for number in range(tier.probe_threads):
+                name = f"kvsluice-lookup-{tier.name}" + (f"-{number}" if number else "")
+                thread = threading.Thread(target=self._serve, args=(at, tier), name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
         self._listed: deque[Listed] = deque()
         self._listings = [
             TierListing(
@@ -134,11 +151,11 @@ class Prober:
 
     def ask(self, tier: int, keys: tuple[bytes, ...]) -> bool:
         """Put one question; False where too many wait already."""
-        # `_waiting` is written by this side alone and `_answered` by the tier's thread alone.
+        # `_waiting` is written by this side alone and `_answered` by the tier's threads alone.
         if self._waiting[tier] - self._answered[tier] >= self._max_waiting:
             return False
         self._waiting[tier] += 1
-        self._questions[tier].put((self._round, keys))
+        self._questions[tier].put(_Question(self._round, keys, self._clock()))
         return True
 
     def forget(self) -> None:
@@ -163,7 +180,8 @@ class Prober:
     def close(self, timeout_s: float, clock: Callable[[], float]) -> list[str]:
         """End the threads; the names of those that hang past `timeout_s`."""
         for questions in self._questions.values():
-            questions.put(None)
+            for _ in self._threads:
+                questions.put(None)
         for listing in self._listings:
             listing.stop()
         end_s = clock() + timeout_s
@@ -174,18 +192,22 @@ class Prober:
     def _serve(self, at: int, tier: Tier) -> None:
         questions = self._questions[at]
         while (question := questions.get()) is not None:
-            asked, keys = question
             error = None
             held = 0
+            is_stale = self._clock() - question.asked_s > self._max_age_s
             try:
-                held = self._held_by_all_ranks(tier, keys)
+                if is_stale:
+                    error = "it waited for longer than the lookup did"
+                else:
+                    held = self._held_by_all_ranks(tier, question.keys)
             except SluiceError as failure:
                 error = str(failure)
             except Exception as failure:  # noqa: BLE001 - a stranger's tier must not end the thread
                 _log.exception("tier %s: lookup failed unexpectedly", tier.name)
                 error = repr(failure)
-            self._answered[at] += 1
-            self._answers.append(Answer(asked, at, keys, held, error))
+            with self._asking[at]:
+                self._answered[at] += 1
+            self._answers.append(Answer(question.round, at, question.keys, held, error, is_stale))
 
     def _held_by_all_ranks(self, tier: Tier, keys: Sequence[bytes]) -> int:
         held = len(keys)

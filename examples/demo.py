@@ -26,6 +26,7 @@ from demo_store import StoreError, break_file, break_object, local_store, open_b
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 __all__ = ["main"]
 
@@ -61,13 +62,13 @@ def main(argv: Sequence[str]) -> int:
             work_dir = args.work_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvsluice-demo-")))
             results = run_stages(args.size, args.endpoint_url, args.bucket, args.broken, work_dir, console, stack)
     except (StageError, StoreError) as error:
-        console.print(f"[red]{error}[/red]", highlight=False, soft_wrap=True)
+        console.print(Text(str(error), style="red"), highlight=False, soft_wrap=True)
         return 1
     size = SIZES[args.size]
     console.print(prompt_table(size, results), tier_table(results))
     troubles = find_troubles(size, results)
     for trouble in troubles:
-        console.print(f"[red]{trouble}[/red]", highlight=False, soft_wrap=True)
+        console.print(Text(trouble, style="red"), highlight=False, soft_wrap=True)
     console.print(f"all stages: {time.monotonic() - started_s:.0f} s", highlight=False)
     different = any(trouble.startswith("tokens") for trouble in troubles)
     console.print(f"identical tokens: {'no' if different else 'yes'}", highlight=False)

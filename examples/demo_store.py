@@ -45,17 +45,20 @@ def open_bucket(endpoint_url: str, bucket: str, prefix: str, environment: Mappin
     """
     import boto3
     from botocore.config import Config
-    from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
-    client = boto3.client(
-        "s3",
-        endpoint_url=endpoint_url,
-        aws_access_key_id=environment.get("AWS_ACCESS_KEY_ID"),
-        aws_secret_access_key=environment.get("AWS_SECRET_ACCESS_KEY"),
-        aws_session_token=environment.get("AWS_SESSION_TOKEN"),
-        region_name=environment.get("AWS_DEFAULT_REGION", "us-east-1"),
-        config=Config(connect_timeout=5, read_timeout=20, retries={"total_max_attempts": 2}),
-    )
+    try:
+        client = boto3.client(
+            "s3",
+            endpoint_url=endpoint_url,
+            aws_access_key_id=environment.get("AWS_ACCESS_KEY_ID"),
+            aws_secret_access_key=environment.get("AWS_SECRET_ACCESS_KEY"),
+            aws_session_token=environment.get("AWS_SESSION_TOKEN"),
+            region_name=environment.get("AWS_DEFAULT_REGION", "us-east-1"),
+            config=Config(connect_timeout=5, read_timeout=20, retries={"total_max_attempts": 2}),
+        )
+    except ValueError as error:
+        raise StoreError(f"endpoint {endpoint_url!r}: {error}: give http://HOST:PORT or https://HOST") from error
     try:
         try:
             client.head_bucket(Bucket=bucket)
@@ -64,8 +67,11 @@ def open_bucket(endpoint_url: str, bucket: str, prefix: str, environment: Mappin
                 raise StoreError(f"bucket {bucket!r} at {endpoint_url} cannot be used: {error}") from error
             try:
                 client.create_bucket(Bucket=bucket)
+                print(f"made bucket {bucket!r} at {endpoint_url}; it stays")
             except ClientError as refusal:
                 raise StoreError(f"bucket {bucket!r} at {endpoint_url} cannot be made: {refusal}") from refusal
+        except NoCredentialsError as error:
+            raise StoreError("no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY") from error
         except BotoCoreError as error:
             raise StoreError(f"bucket {bucket!r} at {endpoint_url} cannot be reached: {error}") from error
         yield client

@@ -74,6 +74,9 @@ class Tier(abc.ABC):
     16,384 at most, which take an engine's thread over a millisecond to put into one question.
     """
 
+    probe_threads: ClassVar[int] = 1
+    """How many questions to `held_prefix` are worth asking side by side: several where each is a wait for a network."""
+
     def __init__(self, name: str) -> None:
         self.name = name
         """What errors, metrics and reports call this tier; unique within a ladder."""

@@ -121,6 +121,7 @@ class SchedulerHalf:
         self._prober = Prober(
             self._tiers,
             num_ranks=len(geometries),
+            max_age_s=self._config.lookup_timeout_s,
             listing_times_s=listing_times_s(self._config),
             clock=self._clock,
         )

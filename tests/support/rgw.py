@@ -59,6 +59,9 @@ def missing_programs() -> list[str]:
 # ---- the gateway, as tests see it ------------------------------------------------------------------
 
 
+_BUCKET = "kv-cache"
+
+
 class Rgw:
     """A gateway that runs while the context is entered, and leaves neither processes nor files.
 
@@ -268,14 +271,17 @@ def _install() -> None:
 
 
 def _start(folder: Path, port: int) -> None:
+    if (folder / KEEPER_FILE).exists():
+        raise RgwError(f"one runs in {folder} already, or was killed: stop it first")
     rgw = Rgw(folder, port, tethered=False)
     rgw.start()
+    rgw.make_bucket(_BUCKET)
     exports = "".join(f"export {name}={value}\n" for name, value in rgw.environment.items())
     env_file = folder.absolute() / "env.sh"
     env_file.touch(mode=0o600)
     env_file.write_text(exports)
     rgw.detach()
-    print(f"serves at {rgw.endpoint_url}; for its credentials: . {env_file}")
+    print(f"serves at {rgw.endpoint_url}, with a bucket {_BUCKET!r}; for its credentials: . {env_file}")
 
 
 def _stop(folder: Path) -> None:

@@ -130,7 +130,7 @@ class Access:
         self._renewed_s = clock() - _RENEW_EVERY_S
         if (options.access_key is None) != (options.secret_key is None):
             raise ConfigError("access_key and secret_key go together: give both, or neither")
-        for name in ("access_key", "session_token"):
+        for name in ("access_key", "secret_key", "session_token"):
             if not fits_header(getattr(options, name) or ""):
                 raise ConfigError(f"{name} holds a character that no header can carry, such as a line break")
         try:

@@ -141,6 +141,20 @@ class Endpoints:
             endpoint.place.base,
             failure,
         )
+        self._start_probing()
+
+    def leave_alone(self, endpoint: Endpoint) -> None:
+        """It was found not to answer: nothing is sent there until it answers a probe."""
+        for breaker in endpoint.breakers.values():
+            breaker.trip()
+        self._start_probing()
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether `close` was called."""
+        return self._closing.is_set()
+
+    def _start_probing(self) -> None:
         with self._lock:
             if self._closing.is_set() or (self._prober is not None and self._prober.is_alive()):
                 return
@@ -150,8 +164,8 @@ class Endpoints:
             self._prober.start()
 
     def closed(self, endpoint: Endpoint, way: Way) -> None:
-        """A breaker closed: a trial succeeded."""
-        logger.warning("%s: %ss work again at %s", self._name, way, endpoint.place.base)
+        """A breaker closed: a trial was answered."""
+        logger.warning("%s: %ss are answered again at %s", self._name, way, endpoint.place.base)
 
     def pause(self, wait_s: float) -> bool:
         """Wait, at most until `close`; whether that came."""

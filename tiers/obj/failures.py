@@ -26,6 +26,8 @@ DEADLINE: Final = "deadline"
 SHORT_BODY: Final = "short_body"
 """The body ended before its declared length."""
 _TLS: Final = "tls"
+_SPEAKS_HTTP: Final = "WRONG_VERSION_NUMBER"
+"""How OpenSSL says that what came is no TLS."""
 
 _HINTS: Final[Mapping[str, str]] = {
     "AccessDenied": "these credentials may not do that",
@@ -115,7 +117,8 @@ class ObjectFailure:
 
     def __str__(self) -> str:
         if self.status is None:
-            return f"no answer ({self.kind}: {self.code})" if self.code else f"no answer ({self.kind})"
+            words = f"no answer ({self.kind}: {self.code})" if self.code else f"no answer ({self.kind})"
+            return words + ("; for plain http say http:// in endpoint_url" if _SPEAKS_HTTP in self.code else "")
         hint = _HINTS.get(self.code)
         if self.skew_s is not None:
             hint = f"this machine's clock is {abs(self.skew_s):.0f} s {'behind' if self.skew_s > 0 else 'ahead'}"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import logging
+import queue
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from typing import Final, Literal, TypeVar
 
 __all__ = ["MIN_PART_BYTES", "PartCrew", "Span", "Trial", "cut"]
-
-logger = logging.getLogger(__name__)
 
 MIN_PART_BYTES: Final = 5 << 20
 """The smallest part of an upload but the last, by the S3 reference."""
@@ -78,7 +77,9 @@ class Trial:
 
 
 class PartCrew:
-    """A few threads that carry parts for the threads of the tier; made at first use. Thread-safe.
+    """A few threads that carry parts for the threads of the tier; made when there is work. Thread-safe.
+
+    Daemons, as all threads of the tier: an interpreter that ends does not wait for a store that hangs.
 
     Args:
         threads: at most.
@@ -86,10 +87,12 @@ class PartCrew:
     """
 
     def __init__(self, threads: int, name: str) -> None:
-        self._threads = threads
+        self._most_threads = threads
         self._name = name
         self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = 0
+        self._idle = 0
         self._closed = False
 
     def run_all(self, carry: Callable[[Span], _T], spans: Sequence[Span]) -> list[_T]:
@@ -112,39 +115,43 @@ class PartCrew:
                 outcomes.append(_waited_for(future))
         return [outcome() for outcome in outcomes]
 
-    def run_aside(self, action: Callable[[], object]) -> None:
-        """`action` when a thread has time for it; not at all after `close`. What it raises is logged."""
-
-        def act(_: Span) -> None:
-            try:
-                action()
-            except Exception:
-                logger.exception("%s: unexpected failure beside the chunks", self._name)
-
-        self._start(act, (0, 0))
-
     def close(self) -> None:
         """Let the threads end after what they are at. Idempotent; never blocks."""
         with self._lock:
             self._closed = True
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown(wait=False)
+            for _ in range(self._threads):
+                self._work.put(None)
 
     def _start(self, carry: Callable[[Span], _T], span: Span) -> Future[_T] | None:
+        """The part's outcome to come; None where no thread can be had, so that whoever asked does it himself."""
         with self._lock:
             if self._closed:
                 return None
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix=f"kvsluice-{self._name}-part")
+            if self._idle <= self._work.qsize() and self._threads < self._most_threads:
+                thread = threading.Thread(
+                    target=self._serve, name=f"kvsluice-{self._name}-part-{self._threads}", daemon=True
+                )
+                try:
+                    thread.start()
+                    self._threads += 1
+                except RuntimeError:
+                    # The interpreter is ending, or has no more threads.
+                    if not self._threads:
+                        return None
             future: Future[_T] = Future()
-            try:
-                self._pool.submit(_run, future, carry, span)
-            except RuntimeError:
-                # The interpreter is ending, or has no more threads. Whoever asked does it himself, and so still waits
-                # for what has begun. (The executor may keep what no thread could be made for, and run it later.)
-                return None if future.cancel() else future
+            self._work.put(partial(_run, future, carry, span))
             return future
+
+    def _serve(self) -> None:
+        while True:
+            with self._lock:
+                self._idle += 1
+            work = self._work.get()
+            with self._lock:
+                self._idle -= 1
+            if work is None:
+                return
+            work()
 
 
 def _run(future: Future[_T], carry: Callable[[Span], _T], span: Span) -> None:

@@ -4,33 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ClassVar, Final, Literal
+from typing import ClassVar, Final, Literal, TypeVar, cast
 from urllib.parse import quote, urlsplit
 
 from kvsluice.tiers.base import Tier, TierUsage
 from kvsluice.tiers.errors import ChunkDamagedError, ChunkMissingError, ConfigError, TierUnavailableError
 from kvsluice.tiers.names import NAMESPACE_FILE, check_namespace, facts_document, file_name, key_of
 from kvsluice.tiers.obj.access import Access, AccessOptions, endpoint_of, fits_header
-from kvsluice.tiers.obj.endpoints import Endpoint, Endpoints
+from kvsluice.tiers.obj.endpoints import Endpoint, Endpoints, Permit
 from kvsluice.tiers.obj.failures import ObjectFailure, RequestFailedError
 from kvsluice.tiers.obj.parts import MIN_PART_BYTES, PartCrew, Span, Trial, cut
 from kvsluice.tiers.obj.pool import HttpPool, Timeouts
 from kvsluice.tiers.obj.ranges import NoRangesError, OtherLengthError, get_in_ranges
 from kvsluice.tiers.obj.requests import Request, Requests, no_body
-from kvsluice.tiers.obj.s3_client import boto_errors, failure_of_boto
+from kvsluice.tiers.obj.s3_client import DeleteResponse, ListPage, S3Client, boto_errors, failure_of_boto
 from kvsluice.tiers.obj.uploads import Uploads
 from kvsluice.tiers.obj.wire import Response
 from kvsluice.tiers.reasons import DISK_FULL, IO_ERROR, MISSING, OVERSIZE, SHORT
 
 __all__ = ["ObjectTier"]
 
+_P = TypeVar("_P")
+_T = TypeVar("_T")
+
 logger = logging.getLogger(__name__)
 
 _DELETE_BATCH: Final = 1000
 """The most keys that DeleteObjects takes, by the S3 reference."""
+_TELL_EVERY_S: Final = 300.0
 _CLOSE_S: Final = 2.0
 """What is waited for a probe that is under way; its connections are ended, so it takes no time."""
 
@@ -82,6 +87,8 @@ class ObjectTier(Tier):
     tier_type: ClassVar[str] = "obj"
     probe_keys: ClassVar[int] = 16_384
     """A question of that many keys costs 16 requests."""
+    probe_threads: ClassVar[int] = 8
+    """A question is a dozen of round trips, one after the other: at 30 ms each, eight at once answer 20 a second."""
 
     def __init__(
         self,
@@ -122,6 +129,7 @@ class ObjectTier(Tier):
         self._part_bytes = part_bytes
         self._max_connections = max_connections
         self._is_conditional = True
+        self._told_s: dict[str, float] = {}
         self._put_headers = {
             header: value
             for header, value in (
@@ -342,6 +350,7 @@ class ObjectTier(Tier):
                 if len(unreachable) == len(self._endpoints.all):
                     raise ConfigError(f"{where} cannot be reached: {failure}") from error
                 logger.warning("%s: %s cannot be reached: %s", self.name, where, failure)
+                self._endpoints.leave_alone(endpoint)
 
     def _write_facts(self, document: bytes | None) -> None:
         """Put `namespace.json`, and find out with it whether conditions on PUT are enforced.
@@ -454,52 +463,78 @@ class ObjectTier(Tier):
         except RequestFailedError as error:
             if error.failure.is_missing_key:
                 return False
+            if error.failure.status in (400, 401, 403):
+                return self._holds_by_get(name, end_s)
+            raise self._unavailable("look up", name, error) from error
+        return True
+
+    def _holds_by_get(self, name: str, end_s: float) -> bool:
+        """As `_holds`, where a HEAD is refused: its answer has no body, which would say why, and so what to do."""
+        try:
+            self._requests.send(Request("GET", name, "", {"range": "bytes=0-0"}), end_s, no_body)
+        except RequestFailedError as error:
+            if error.failure.is_missing_key:
+                return False
             raise self._unavailable("look up", name, error) from error
         return True
 
     def _list(self) -> Iterator[str]:
-        with self._calling_boto("list", self._base) as endpoint:
-            pages = self._access.client(endpoint.place.url).get_paginator("list_objects_v2")
-            for page in pages.paginate(Bucket=self._bucket, Prefix=self._base):
-                yield from [entry["Key"] for entry in page.get("Contents", ())]
+        token: dict[str, str] = {}
+        while True:
+            page = self._call_boto("list", self._next_page, token)
+            yield from [entry["Key"] for entry in page.get("Contents", ())]
+            following = page.get("NextContinuationToken")
+            if not page.get("IsTruncated") or following is None:
+                return
+            token = {"ContinuationToken": following}
+
+    def _next_page(self, client: S3Client, token: Mapping[str, str]) -> ListPage:
+        return client.list_objects_v2(Bucket=self._bucket, Prefix=self._base, **token)
 
     def _delete_batch(self, object_keys: list[str]) -> int:
-        with self._calling_boto("clear", self._base) as endpoint:
-            response = self._access.client(endpoint.place.url).delete_objects(
-                Bucket=self._bucket, Delete={"Objects": [{"Key": key} for key in object_keys], "Quiet": True}
-            )
+        response = self._call_boto("clear", self._delete_objects, object_keys)
         errors = response.get("Errors", [])
         if errors:
             failure = ObjectFailure(200, errors[0].get("Code", "unknown"), "status")
             raise self._unavailable(f"delete {len(errors)} objects below", self._base, RequestFailedError(failure))
         return len(object_keys)
 
-    @contextlib.contextmanager
-    def _calling_boto(self, action: str, what: str) -> Iterator[Endpoint]:
-        """An endpoint for calls of boto3, which has its own retries; their failures as the tier's."""
+    def _delete_objects(self, client: S3Client, object_keys: Sequence[str]) -> DeleteResponse:
+        objects = [{"Key": key} for key in object_keys]
+        return client.delete_objects(Bucket=self._bucket, Delete={"Objects": objects, "Quiet": True})
+
+    def _call_boto(self, action: str, call: Callable[[S3Client, _P], _T], argument: _P) -> _T:
+        """A call of boto3's, which has its own retries, at one endpoint after the other until one does it."""
+        tried: list[Endpoint] = []
+        last: RequestFailedError | None = None
+        while True:
+            try:
+                permit = self._endpoints.enter("lookup", tried)
+            except RequestFailedError as error:
+                raise self._unavailable(action, self._base, last or error) from (last or error)
+            outcome, last = self._try_boto(permit, call, argument)
+            if last is None:
+                return cast("_T", outcome)
+            tried.append(permit.endpoint)
+            if not last.failure.may_pass or len(tried) >= len(self._endpoints.all):
+                raise self._unavailable(action, self._base, last) from last
+
+    def _try_boto(
+        self, permit: Permit, call: Callable[[S3Client, _P], _T], argument: _P
+    ) -> tuple[_T | None, RequestFailedError | None]:
+        """What the call gave, or how it failed; boto3's own errors carry the request, token included: they end here."""
         try:
-            permit = self._endpoints.enter("lookup")
-        except RequestFailedError as error:
-            raise self._unavailable(action, what, error) from error
-        try:
-            yield permit.endpoint
+            outcome = call(self._access.client(permit.endpoint.place.url), argument)
         except boto_errors() as error:
-            # boto3's own errors carry the request, signature and token included: they end here.
             failure = failure_of_boto(error)
-            permit.failed(failure)
-            cause = RequestFailedError(failure)
         except BaseException:
             permit.ignored()
             raise
         else:
             permit.succeeded()
-            return
-        failed = self._unavailable(action, what, cause)
-        try:
-            raise failed from cause
-        finally:
-            # The caller's `with` is still at boto3's error, which so became the context.
-            failed.__context__ = None
+            return outcome, None
+        permit.failed(failure)
+        return None, RequestFailedError(failure)
 
     def _damaged(self, object_key: str, found_bytes: int, num_bytes: int) -> ChunkDamagedError:
         return ChunkDamagedError(
@@ -510,7 +545,18 @@ class ObjectTier(Tier):
     def _unavailable(self, action: str, what: str, error: RequestFailedError) -> TierUnavailableError:
         failure = error.failure
         self._requests.count(failure)
-        return TierUnavailableError(
-            f"{self.name}: could not {action} {what} in bucket {self._bucket}: {failure}",
-            reason=DISK_FULL if failure.is_full else IO_ERROR,
-        )
+        text = f"{self.name}: could not {action} {what} in bucket {self._bucket}: {failure}"
+        if action == "put" and failure.status == 400 and self._put_headers:
+            text += f"; it was sent with {self._put_headers}"
+        self._tell(failure, text)
+        return TierUnavailableError(text, reason=DISK_FULL if failure.is_full else IO_ERROR)
+
+    def _tell(self, failure: ObjectFailure, text: str) -> None:
+        """Log the first failure of a kind, and then one in a while: that chunks are missed is not seen otherwise."""
+        if failure.kind in ("breaker_open", "closed"):
+            # The breaker has told; closing is no news.
+            return
+        now_s = self._clock()
+        if now_s - self._told_s.get(failure.label, -math.inf) >= _TELL_EVERY_S:
+            self._told_s[failure.label] = now_s
+            logger.warning("%s; others of this kind are counted and not told for %.0f s", text, _TELL_EVERY_S)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import html
 import logging
+import math
 import re
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Final
 from urllib.parse import quote
@@ -26,6 +28,10 @@ logger = logging.getLogger(__name__)
 _ANSWER_BYTES: Final = 16 << 10
 _ORPHAN_AGE_S: Final = 3600.0
 """An upload takes seconds; one that began an hour ago, by a clock that may be minutes off, is nobody's."""
+_TRIAL_S: Final = 2.0
+"""For a handful of small requests; a server that needs longer is in trouble, or swallows what it does not know."""
+_TRY_AGAIN_S: Final = 60.0
+_MOST_LEFT: Final = 256
 _ABORT_S: Final = 1.0
 """What tidying up may take past an operation's deadline."""
 _UPLOAD_ID = re.compile(rb"<UploadId>\s*([^<\s]{1,1024})\s*</UploadId>")
@@ -53,6 +59,9 @@ class Uploads:
         self._under_way: set[str] = set()
         """Ids of our own uploads, as quoted in URLs; not every server tells right when one began."""
         self._is_conditional: bool | None = None
+        self._try_again_s = -math.inf
+        self._left: deque[tuple[str, str]] = deque(maxlen=_MOST_LEFT)
+        """Uploads that could not be aborted: name and id, as quoted in URLs."""
         self.are_refused = False
         """Whether these credentials or the server allow none, whatever the condition."""
 
@@ -64,13 +73,16 @@ class Uploads:
         Raises:
             RequestFailedError: it could not be found out now.
         """
-        if self._is_conditional is not None or not self._lock.acquire(blocking=False):
+        now_s = self._requests.now_s()
+        if self._is_conditional is not None or now_s < self._try_again_s or not self._lock.acquire(blocking=False):
             return self._is_conditional
         try:
             try:
-                self._is_conditional = self._try_condition(end_s)
+                # On a time of its own: the chunk that comes after it has to be stored yet.
+                self._is_conditional = self._try_condition(min(end_s, now_s + _TRIAL_S))
             except RequestFailedError as error:
                 failure = error.failure
+                self._try_again_s = self._requests.now_s() + _TRY_AGAIN_S
                 if failure.status is None or failure.may_pass or failure.wants_new_credentials or failure.is_full:
                     raise
                 # It is not allowed, or not known there; that will not change with the next chunk.
@@ -79,8 +91,10 @@ class Uploads:
                 logger.warning("%s: chunks are stored whole: an upload is refused: %s", self._name, failure)
             else:
                 if not self._is_conditional:
-                    logger.info("%s: chunks are stored whole: no condition on multipart uploads there", self._name)
-                self._crew.run_aside(self.abort_orphans)
+                    text = "%s: multipart uploads put no condition there: chunks go whole (parts 'on': one may be replaced)"
+                    logger.info(text, self._name)
+                # A daemon, as it waits for boto3, which nothing can end: whoever leaves does not wait for it.
+                threading.Thread(target=self._tidy_up, name=f"kvsluice-{self._name}-orphans", daemon=True).start()
         finally:
             self._lock.release()
         return self._is_conditional
@@ -91,6 +105,7 @@ class Uploads:
         Raises:
             RequestFailedError: nothing was put, or it could not be learnt that it was.
         """
+        self._abort_left()
         upload_id = self._begin(name, end_s)
         self._under_way.add(upload_id)
         try:
@@ -117,16 +132,37 @@ class Uploads:
                 Bucket=self._access.bucket, Prefix=self._base
             ):
                 for entry in page.get("Uploads", ()):
+                    if self._requests.endpoints.is_closing:
+                        return aborted
                     upload_id = quote(entry["UploadId"], safe="")
                     if entry["Initiated"].timestamp() < oldest_epoch_s and upload_id not in self._under_way:
                         if not self._abort(quote(entry["Key"], safe="/~"), upload_id):
                             return aborted
                         aborted += 1
         except boto_errors() as error:
+            if self._requests.endpoints.is_closing:
+                return aborted
             logger.warning("%s: unfinished uploads could not be listed: %s", self._name, failure_of_boto(error))
         if aborted:
             logger.info("%s: %d unfinished uploads of the past were aborted", self._name, aborted)
         return aborted
+
+    def _abort_left(self) -> None:
+        """Abort a few of those that could not be aborted, until one cannot again."""
+        for _ in range(min(len(self._left), 8)):
+            try:
+                name, upload_id = self._left.popleft()
+            except IndexError:
+                return
+            if not self._abort(name, upload_id):
+                return
+
+    def _tidy_up(self) -> None:
+        try:
+            self.abort_orphans()
+        except Exception:
+            if not self._requests.endpoints.is_closing:
+                logger.exception("%s: unexpected failure while unfinished uploads were looked for", self._name)
 
     def _try_condition(self, end_s: float) -> bool:
         name = quote(f"{self._base}probe-{secrets.token_hex(8)}", safe="/~")
@@ -181,7 +217,8 @@ class Uploads:
             self._requests.send(Request("DELETE", name, f"uploadId={upload_id}"), end_s, no_body)
         except RequestFailedError as error:
             if error.failure.code != "NoSuchUpload":
-                text = "%s: an upload of %s could not be aborted: %s; whoever stores in parts in an hour tries again"
+                self._left.append((name, upload_id))
+                text = "%s: an upload of %s could not be aborted: %s; the next store in parts tries again"
                 logger.warning(text, self._name, name, error.failure)
                 return False
         return True

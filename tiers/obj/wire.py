@@ -11,6 +11,7 @@ import http.client
 import io
 import select
 import socket
+import ssl
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -24,6 +25,7 @@ _SEND_WINDOW_BYTES: Final = 256 << 10
 """What is sent under one timeout at most: TLS comes back only when all that it is given has gone out."""
 _ERROR_BODY_BYTES: Final = 16 << 10
 """What is read of an answer that tells of a failure: its code stands at the start."""
+_FINISH_S: Final = 0.05
 _EARLY_ANSWER_S: Final = 1.0
 """How long an answer is waited for after the server has stopped reading the body."""
 
@@ -104,8 +106,9 @@ class TimedSocket:
 class Response:
     """An answer whose body has not been read. Used by one thread, within the `Connection` that gave it."""
 
-    def __init__(self, raw: http.client.HTTPResponse, *, is_last: bool = False) -> None:
+    def __init__(self, raw: http.client.HTTPResponse, timed: TimedSocket, *, is_last: bool = False) -> None:
         self._raw = raw
+        self._timed = timed
         self._is_last = is_last or raw.will_close
         self.status = raw.status
 
@@ -150,13 +153,17 @@ class Response:
         return self._read(_ERROR_BODY_BYTES)
 
     def finish(self) -> bool:
-        """Whether nothing of the body is left, so that the connection can serve again."""
+        """Whether nothing of the body is left, so that the connection can serve again. Hardly waits, raises nothing."""
         raw = self._raw
         if self._is_last:
             return False
         if not raw.isclosed() and not raw.length:
-            # No body, or one in pieces, whose end is a piece too.
-            self._read(1)
+            # No body, or one in pieces, whose end is a piece too. All that was asked for is there: no wait for that.
+            self._timed.read_s = _FINISH_S
+            try:
+                self._read(1)
+            except (OSError, http.client.HTTPException, RequestFailedError):
+                return False
         return raw.isclosed()
 
     def _read(self, most_bytes: int) -> bytes:
@@ -205,11 +212,11 @@ class Connection:
             # tells more than the error does. (TLS has errors of its own for a reset.)
             self._timed.read_s = min(self._timed.read_s, _EARLY_ANSWER_S)
             with contextlib.suppress(OSError, http.client.HTTPException):
-                response = Response(self._http.getresponse(), is_last=True)
+                response = Response(self._http.getresponse(), self._timed, is_last=True)
                 if response.status >= 400:
                     return response
             raise
-        response = Response(self._http.getresponse())
+        response = Response(self._http.getresponse(), self._timed)
         if response.status < 200:
             # 100 is passed over by `http.client`. After any other the real answer is still to come, and would be taken
             # for the next request's.
@@ -219,8 +226,12 @@ class Connection:
 
     def is_dropped(self) -> bool:
         """Whether the server has ended it, or sent what nobody asked for, while it was idle."""
+        sock = self._timed.sock
+        # TLS may hold such bytes already, where a look at the socket does not see them.
+        if isinstance(sock, ssl.SSLSocket) and sock.pending():
+            return True
         poll = select.poll()
-        poll.register(self._timed.sock, select.POLLIN)
+        poll.register(sock, select.POLLIN)
         return bool(poll.poll(0))
 
     def abort(self) -> None:

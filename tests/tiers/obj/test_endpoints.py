@@ -243,7 +243,7 @@ def test_trials_that_fail_are_no_news_and_the_one_that_succeeds_is(make_endpoint
     assert said == [
         (logging.WARNING, "test: loads fail"),
         *[(logging.DEBUG, "test: loads fail")] * 3,
-        (logging.WARNING, "test: loads work again"),
+        (logging.WARNING, "test: loads are answered again"),
     ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -225,26 +224,31 @@ def test_the_end_waits_for_nobody(make_crew, wait_until):
 
 
 @pytest.mark.parametrize("started", [0, 2])
-def test_at_the_interpreters_end_the_caller_carries_what_no_thread_takes_any_more(crew, monkeypatch, started):
-    """The executor refuses then; what it has taken before is waited for."""
-    real, taken = ThreadPoolExecutor.submit, []
+def test_where_no_more_threads_can_be_had_the_caller_carries_what_none_takes(crew, monkeypatch, started):
+    """As at the interpreter's end."""
+    real, made = threading.Thread.start, []
 
-    def submit(pool, *call):
-        if len(taken) == started:
-            raise RuntimeError("cannot schedule new futures after interpreter shutdown")
-        taken.append(call)
-        return real(pool, *call)
+    def start(thread):
+        if len(made) == started:
+            raise RuntimeError("can't start new thread")
+        made.append(thread)
+        real(thread)
 
-    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    monkeypatch.setattr(threading.Thread, "start", start)
     carried = []
     crew.run_all(lambda span: carried.append((span, threading.current_thread())), SPANS)
     assert sorted(span for span, _ in carried) == SPANS
-    own = [span for span, thread in carried if thread is threading.current_thread()]
-    assert set(own) >= {SPANS[0], *SPANS[1 + started :]}
+    assert {thread for _, thread in carried} <= {threading.current_thread(), *made}
+
+
+def test_no_thread_of_the_crew_holds_up_the_interpreters_end(crew):
+    crew.run_all(lambda span: None, SPANS)
+    assert crew_threads()
+    assert all(thread.daemon for thread in crew_threads())
 
 
 def test_what_no_thread_could_be_made_for_is_not_carried_twice(crew, monkeypatch):
-    """The executor keeps it: a thread that gets to it later would write to memory that is somebody else's by then."""
+    """A thread that gets to it later would write to memory that is somebody else's by then."""
     real, made = threading.Thread.start, []
 
     def start(thread):
@@ -267,31 +271,5 @@ def test_what_no_thread_could_be_made_for_is_not_carried_twice(crew, monkeypatch
     crew.run_all(carry, SPANS)
     assert sorted(carried) == SPANS
     # The crew's one thread takes what was kept before it comes to this.
-    ended = threading.Event()
-    crew.run_aside(ended.set)
-    assert ended.wait(5)
+    crew.run_all(lambda span: None, SPANS[:2])
     assert sorted(carried) == SPANS
-
-
-# Aside
-
-
-def test_what_runs_aside_is_not_waited_for(crew):
-    hold, ended = threading.Event(), threading.Event()
-
-    def action():
-        hold.wait(5)
-        ended.set()
-
-    crew.run_aside(action)
-    assert not ended.is_set()
-    hold.set()
-    assert ended.wait(5)
-
-
-def test_after_the_end_nothing_runs_aside(crew):
-    crew.close()
-    ran = []
-    crew.run_aside(lambda: ran.append(threading.current_thread()))
-    assert crew_threads() == []
-    assert ran == []

@@ -322,6 +322,17 @@ def test_an_abort_that_fails_is_logged_and_hides_nothing(store, uploads, answer,
     assert "server words" not in caplog.text
 
 
+def test_an_upload_that_could_not_be_aborted_is_aborted_with_the_next_one(store, uploads, answer, fails):
+    store.instead["part 2"] = [answer.error(403, "AccessDenied")]
+    store.instead["abort"] = [answer.error(405, "MethodNotAllowed")]
+    with fails("403 AccessDenied"):
+        uploads.put_now()
+    assert len(store.parts) == 1
+    store.instead.clear()
+    assert uploads.put_now() is True
+    assert store.parts == {}
+
+
 # The condition
 
 
@@ -370,22 +381,26 @@ def test_while_one_finds_out_others_do_not_wait(store, uploads, scripted):
         (403, "InvalidAccessKeyId"),
     ],
 )
-def test_a_try_that_fails_for_now_is_tried_again(store, uploads, answer, fails, status, code):
+def test_a_try_that_fails_for_now_is_tried_again_in_a_while(store, uploads, answer, fails, monkeypatch, status, code):
     """Space can be made, and keys be rotated."""
     store.instead["begin"] = [answer.error(status, code)] * 3
     with fails(f"{status} {code}"):
         uploads.ask_now()
     assert store.objects == {}
     store.instead.clear()
+    assert uploads.ask_now() is None, "every second large store would pay for it"
+    monkeypatch.setattr(uploads, "_try_again_s", 0.0)
     assert uploads.ask_now() is True
     assert not uploads.are_refused
 
 
-def test_a_try_that_nobody_answers_is_tried_again(store, uploads, answer, fails):
+def test_a_try_that_nobody_answers_is_tried_again_in_a_while(store, uploads, answer, fails, monkeypatch):
     store.instead["begin"] = [answer(hang_up=True)] * 9
     with fails("reset"):
         uploads.ask_now()
     store.instead.clear()
+    assert uploads.ask_now() is None
+    monkeypatch.setattr(uploads, "_try_again_s", 0.0)
     assert uploads.ask_now() is True
 
 
