@@ -223,7 +223,7 @@ def open_tier(tier: AnyTierConfig, namespace: str, facts: Mapping[str, object] |
                 storage_class=tier.storage_class,
                 parts=tier.parts,
                 part_bytes=tier.part_bytes,
-                max_connections=tier.n_read_threads + tier.n_write_threads + ObjectTier.probe_threads,
+                max_connections=tier.n_read_threads + tier.n_write_threads + _TIER_CLASSES[tier.type].probe_threads,
                 connect_timeout_s=tier.connect_timeout_s,
                 read_timeout_s=tier.read_timeout_s,
                 operation_timeout_s=tier.operation_timeout_s,

@@ -24,6 +24,7 @@ from kvsluice.connector.config import (
 from kvsluice.connector.config_errors import is_secret_key
 from kvsluice.connector.ladder import open_tier
 from kvsluice.tiers.errors import ConfigError
+from kvsluice.tiers.obj import ObjectTier
 
 HOST: dict[str, object] = {"type": "host", "capacity": "8GiB"}
 FS: dict[str, object] = {"type": "fs", "root_dir": "/mnt/kv"}
@@ -232,7 +233,11 @@ def test_what_an_object_tier_is_told_reaches_it(monkeypatch: pytest.MonkeyPatch)
     tier = make({**OBJ, **written, "n_read_threads": 5, "n_write_threads": 3}).tiers[0]
     open_tier(tier, "ab12", {"model": "m"})
     assert {name: given[name] for name in OBJ_OPTIONS} == OBJ_OPTIONS
-    assert (given["namespace"], given["namespace_facts"], given["max_connections"]) == ("ab12", {"model": "m"}, 9)
+    assert (given["namespace"], given["namespace_facts"], given["max_connections"]) == (
+        "ab12",
+        {"model": "m"},
+        5 + 3 + ObjectTier.probe_threads,
+    )
 
 
 # Files
@@ -326,7 +331,7 @@ def test_a_missing_file_is_refused_with_its_cause(tmp_path: Path) -> None:
         ({"tiers": [{**OBJ, "sign_payload": "yes"}]}, ["sign_payload", "'yes'", "'auto'"]),
         ({"tiers": [{**OBJ, "sign_payload": True}]}, ["sign_payload", "True"]),
         ({"tiers": [{**OBJ, "parts": "always"}]}, ["parts", "'always'", "'auto'"]),
-        ({"tiers": [{**OBJ, "part_bytes": "4MiB"}]}, ["part_bytes", str(4 << 20), str(5 << 20)]),
+        ({"tiers": [{**OBJ, "part_bytes": "4MiB"}]}, ["part_bytes", "4MiB", str(5 << 20)]),
         ({"tiers": [{**OBJ, "operation_timeout_s": 0}]}, ["operation_timeout_s", "is 0"]),
         ({"tiers": [{**OBJ, "operation_timeout_s": float("inf")}]}, ["operation_timeout_s", "inf"]),
         ({"tiers": [{**OBJ, "server_side_encryption": ""}]}, ["server_side_encryption", "''"]),

@@ -87,7 +87,7 @@ class Endpoints:
     """Spreads operations over endpoints, the least busy first, and leaves out those that fail. Thread-safe.
 
     While a breaker is open a thread asks its endpoint, at once and then every half second to two seconds, whether it
-    lives; it ends when all do. So no request of a user is what finds out. Where the first answer does not come, the
+    lives; it ends when it does. So no request of a user is what finds out. Where the first answer does not come, the
     endpoint is left alone altogether, and not only for what had failed.
 
     Args:
@@ -103,7 +103,7 @@ class Endpoints:
         self._turn = itertools.count()
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._prober: threading.Thread | None = None
+        self._probers: dict[Endpoint, threading.Thread] = {}
 
     def enter(self, way: Way, avoid: Sequence[Endpoint] = ()) -> Permit:
         """Leave for one operation; whoever gets it ends the permit.
@@ -141,27 +141,27 @@ class Endpoints:
             endpoint.place.base,
             failure,
         )
-        self._start_probing()
+        self._start_probing(endpoint)
 
     def leave_alone(self, endpoint: Endpoint) -> None:
         """It was found not to answer: nothing is sent there until it answers a probe."""
         for breaker in endpoint.breakers.values():
             breaker.trip()
-        self._start_probing()
+        self._start_probing(endpoint)
 
     @property
     def is_closing(self) -> bool:
         """Whether `close` was called."""
         return self._closing.is_set()
 
-    def _start_probing(self) -> None:
+    def _start_probing(self, endpoint: Endpoint) -> None:
         with self._lock:
-            if self._closing.is_set() or (self._prober is not None and self._prober.is_alive()):
+            if self._closing.is_set() or endpoint in self._probers:
                 return
-            self._prober = threading.Thread(
-                target=self._ask_until_whole, name=f"kvsluice-{self._name}-probe", daemon=True
-            )
-            self._prober.start()
+            name = f"kvsluice-{self._name}-probe-{self.all.index(endpoint)}"
+            prober = threading.Thread(target=self._ask_until_whole, args=(endpoint,), name=name, daemon=True)
+            self._probers[endpoint] = prober
+            prober.start()
 
     def closed(self, endpoint: Endpoint, way: Way) -> None:
         """A breaker closed: a trial was answered."""
@@ -177,25 +177,22 @@ class Endpoints:
         for endpoint in self.all:
             endpoint.pool.close()
         with self._lock:
-            prober = self._prober
-        if prober is not None:
+            probers = list(self._probers.values())
+        for prober in probers:
             prober.join(timeout_s)
 
-    def _ask_until_whole(self) -> None:
+    def _ask_until_whole(self, endpoint: Endpoint) -> None:
         wait_s = 0.0
         while not self._closing.wait(wait_s):
-            for endpoint in self.all:
-                if endpoint.is_whole or self._closing.is_set():
-                    continue
-                answered = self._probe(endpoint)
-                for breaker in endpoint.breakers.values():
-                    if not answered:
-                        breaker.trip()
-                    elif wait_s > 0:
-                        breaker.probed()
+            answered = self._probe(endpoint)
+            for breaker in endpoint.breakers.values():
+                if not answered:
+                    breaker.trip()
+                elif wait_s > 0:
+                    breaker.probed()
             with self._lock:
-                if all(endpoint.is_whole for endpoint in self.all):
+                if endpoint.is_whole:
                     # Under the lock: a breaker that opens now finds no prober and starts one.
-                    self._prober = None
+                    self._probers.pop(endpoint, None)
                     return
             wait_s = min(1.5 * wait_s, _PROBE_AT_MOST_EVERY_S) if wait_s else _PROBE_EVERY_S

@@ -46,7 +46,7 @@ class Request:
 
     @property
     def way(self) -> Way:
-        if self.method == "HEAD":
+        if self.method == "HEAD" or (self.method == "GET" and not self.key):
             return "lookup"
         return "load" if self.method == "GET" else "store"
 

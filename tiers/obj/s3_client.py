@@ -7,7 +7,7 @@ from typing import Final, Literal, Protocol, TypedDict
 
 from kvsluice.tiers.obj.failures import ObjectFailure, is_code
 
-__all__ = ["DeleteResponse", "ListPage", "S3Client", "boto_errors", "failure_of_boto"]
+__all__ = ["DeleteError", "S3Client", "boto_errors", "failure_of_boto"]
 
 _KINDS_OF_BOTO: Final[Mapping[str, str]] = {
     "ConnectTimeoutError": "connect_timeout",
@@ -35,18 +35,9 @@ class ListedUpload(TypedDict):
     Initiated: Timestamp
 
 
-class ListedObject(TypedDict):
-    """One entry of a listing."""
-
-    Key: str
-
-
 class ListPage(TypedDict, total=False):
-    """One page of a listing, of objects or of uploads."""
+    """One page of a listing of uploads."""
 
-    Contents: Sequence[ListedObject]
-    IsTruncated: bool
-    NextContinuationToken: str
     Uploads: Sequence[ListedUpload]
 
 
@@ -73,7 +64,6 @@ class S3Client(Protocol):
     """The part of boto3's S3 client that is used; parameters are named as S3 names them."""
 
     def delete_objects(self, *, Bucket: str, Delete: Mapping[str, object]) -> DeleteResponse: ...  # noqa: N803
-    def list_objects_v2(self, *, Bucket: str, Prefix: str, ContinuationToken: str = ...) -> ListPage: ...  # noqa: N803
     def get_paginator(self, name: Literal["list_multipart_uploads"], /) -> Paginator: ...
     def generate_presigned_url(
         self,

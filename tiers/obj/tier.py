@@ -8,33 +8,29 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ClassVar, Final, Literal, TypeVar, cast
+from itertools import islice
+from typing import ClassVar, Final, Literal
 from urllib.parse import quote, urlsplit
 
 from kvsluice.tiers.base import Tier, TierUsage
 from kvsluice.tiers.errors import ChunkDamagedError, ChunkMissingError, ConfigError, TierUnavailableError
 from kvsluice.tiers.names import NAMESPACE_FILE, check_namespace, facts_document, file_name, key_of
 from kvsluice.tiers.obj.access import Access, AccessOptions, endpoint_of, fits_header
-from kvsluice.tiers.obj.endpoints import Endpoint, Endpoints, Permit
+from kvsluice.tiers.obj.endpoints import Endpoint, Endpoints
 from kvsluice.tiers.obj.failures import ObjectFailure, RequestFailedError
+from kvsluice.tiers.obj.namespace import DELETE_BATCH, Namespace, check_bucket
 from kvsluice.tiers.obj.parts import MIN_PART_BYTES, PartCrew, Span, Trial, cut
 from kvsluice.tiers.obj.pool import HttpPool, Timeouts
 from kvsluice.tiers.obj.ranges import NoRangesError, OtherLengthError, get_in_ranges
 from kvsluice.tiers.obj.requests import Request, Requests, no_body
-from kvsluice.tiers.obj.s3_client import DeleteResponse, ListPage, S3Client, boto_errors, failure_of_boto
 from kvsluice.tiers.obj.uploads import Uploads
 from kvsluice.tiers.obj.wire import Response
 from kvsluice.tiers.reasons import DISK_FULL, IO_ERROR, MISSING, OVERSIZE, SHORT
 
 __all__ = ["ObjectTier"]
 
-_P = TypeVar("_P")
-_T = TypeVar("_T")
-
 logger = logging.getLogger(__name__)
 
-_DELETE_BATCH: Final = 1000
-"""The most keys that DeleteObjects takes, by the S3 reference."""
 _TELL_EVERY_S: Final = 300.0
 _CLOSE_S: Final = 2.0
 """What is waited for a probe that is under way; its connections are ended, so it takes no time."""
@@ -185,6 +181,7 @@ class ObjectTier(Tier):
             name,
         )
         self._requests = Requests(self._access, self._endpoints, max_attempts=max_attempts, clock=clock)
+        self._namespace = Namespace(self._requests, self._access, self._base, self._end_s)
         self._crew = PartCrew(max_connections, name)
         self._put_trial, self._get_trial = Trial(parts), Trial(parts)
         self._knows_ranges = True
@@ -193,7 +190,7 @@ class ObjectTier(Tier):
         )
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
-            self._check_bucket()
+            check_bucket(self._requests, bucket, self._base, self._end_s(), name)
             self._write_facts(None if namespace_facts is None else facts_document(namespace_facts))
             undo.pop_all()
 
@@ -287,21 +284,25 @@ class ObjectTier(Tier):
 
     def scan(self) -> Iterator[bytes]:
         self._check_open()
-        for object_key in self._list():
-            key = key_of(object_key[len(self._base) :])
-            if key is not None:
-                yield key
+        try:
+            for object_key in self._namespace.names():
+                key = key_of(object_key[len(self._base) :])
+                if key is not None:
+                    yield key
+        except RequestFailedError as error:
+            raise self._unavailable("list", self._base, error) from error
 
     def clear(self) -> int:
         """As `Tier.clear`, a thousand objects a request; `namespace.json` stays."""
         dropped = 0
-        batch: list[str] = []
-        for key in self.scan():
-            batch.append(self.object_key(key))
-            if len(batch) == _DELETE_BATCH:
-                dropped += self._delete_batch(batch)
-                batch = []
-        return dropped + (self._delete_batch(batch) if batch else 0)
+        keys = self.scan()
+        while batch := [self.object_key(key) for key in islice(keys, DELETE_BATCH)]:
+            try:
+                self._namespace.delete(batch)
+            except RequestFailedError as error:
+                raise self._unavailable("clear", self._base, error) from error
+            dropped += len(batch)
+        return dropped
 
     # ---- observation and end -----------------------------------------------------------------
 
@@ -321,36 +322,6 @@ class ObjectTier(Tier):
             self._access.close()
 
     # ---- the start ---------------------------------------------------------------------------
-
-    def _check_bucket(self) -> None:
-        """Ask every endpoint for the bucket; one that cannot be reached is borne where another can.
-
-        Raises:
-            ConfigError: the bucket does not exist or may not be used, or nobody answers.
-        """
-        unreachable: list[RequestFailedError] = []
-        for endpoint in self._endpoints.all:
-            where = f"bucket {self._bucket!r} at {endpoint.place.url or 'AWS'}"
-            try:
-                # A listing, and no HEAD: the answer to that has no body, and so does not say what is wrong.
-                listing = Request("GET", "", f"list-type=2&max-keys=1&prefix={quote(self._base, safe='~')}")
-                self._requests.ask_one(endpoint, listing, self._end_s())
-            except RequestFailedError as error:
-                failure = error.failure
-                if failure.region is not None or failure.status in (301, 307):
-                    raise ConfigError(f"{where} is in another region: set region ({failure})") from error
-                if failure.status == 404:
-                    raise ConfigError(f"{where} does not exist") from error
-                if failure.status in (400, 401, 403):
-                    raise ConfigError(
-                        f"{where} may not be used with these credentials: {failure}; s3:ListBucket, s3:GetObject and"
-                        " s3:PutObject are needed"
-                    ) from error
-                unreachable.append(error)
-                if len(unreachable) == len(self._endpoints.all):
-                    raise ConfigError(f"{where} cannot be reached: {failure}") from error
-                logger.warning("%s: %s cannot be reached: %s", self.name, where, failure)
-                self._endpoints.leave_alone(endpoint)
 
     def _write_facts(self, document: bytes | None) -> None:
         """Put `namespace.json`, and find out with it whether conditions on PUT are enforced.
@@ -477,64 +448,6 @@ class ObjectTier(Tier):
                 return False
             raise self._unavailable("look up", name, error) from error
         return True
-
-    def _list(self) -> Iterator[str]:
-        token: dict[str, str] = {}
-        while True:
-            page = self._call_boto("list", self._next_page, token)
-            yield from [entry["Key"] for entry in page.get("Contents", ())]
-            following = page.get("NextContinuationToken")
-            if not page.get("IsTruncated") or following is None:
-                return
-            token = {"ContinuationToken": following}
-
-    def _next_page(self, client: S3Client, token: Mapping[str, str]) -> ListPage:
-        return client.list_objects_v2(Bucket=self._bucket, Prefix=self._base, **token)
-
-    def _delete_batch(self, object_keys: list[str]) -> int:
-        response = self._call_boto("clear", self._delete_objects, object_keys)
-        errors = response.get("Errors", [])
-        if errors:
-            failure = ObjectFailure(200, errors[0].get("Code", "unknown"), "status")
-            raise self._unavailable(f"delete {len(errors)} objects below", self._base, RequestFailedError(failure))
-        return len(object_keys)
-
-    def _delete_objects(self, client: S3Client, object_keys: Sequence[str]) -> DeleteResponse:
-        objects = [{"Key": key} for key in object_keys]
-        return client.delete_objects(Bucket=self._bucket, Delete={"Objects": objects, "Quiet": True})
-
-    def _call_boto(self, action: str, call: Callable[[S3Client, _P], _T], argument: _P) -> _T:
-        """A call of boto3's, which has its own retries, at one endpoint after the other until one does it."""
-        tried: list[Endpoint] = []
-        last: RequestFailedError | None = None
-        while True:
-            try:
-                permit = self._endpoints.enter("lookup", tried)
-            except RequestFailedError as error:
-                raise self._unavailable(action, self._base, last or error) from (last or error)
-            outcome, last = self._try_boto(permit, call, argument)
-            if last is None:
-                return cast("_T", outcome)
-            tried.append(permit.endpoint)
-            if not last.failure.may_pass or len(tried) >= len(self._endpoints.all):
-                raise self._unavailable(action, self._base, last) from last
-
-    def _try_boto(
-        self, permit: Permit, call: Callable[[S3Client, _P], _T], argument: _P
-    ) -> tuple[_T | None, RequestFailedError | None]:
-        """What the call gave, or how it failed; boto3's own errors carry the request, token included: they end here."""
-        try:
-            outcome = call(self._access.client(permit.endpoint.place.url), argument)
-        except boto_errors() as error:
-            failure = failure_of_boto(error)
-        except BaseException:
-            permit.ignored()
-            raise
-        else:
-            permit.succeeded()
-            return outcome, None
-        permit.failed(failure)
-        return None, RequestFailedError(failure)
 
     def _damaged(self, object_key: str, found_bytes: int, num_bytes: int) -> ChunkDamagedError:
         return ChunkDamagedError(

@@ -91,7 +91,7 @@ class Uploads:
                 logger.warning("%s: chunks are stored whole: an upload is refused: %s", self._name, failure)
             else:
                 if not self._is_conditional:
-                    text = "%s: multipart uploads put no condition there: chunks go whole (parts 'on': one may be replaced)"
+                    text = "%s: no condition on multipart uploads there: chunks go whole (parts 'on': may be replaced)"
                     logger.info(text, self._name)
                 # A daemon, as it waits for boto3, which nothing can end: whoever leaves does not wait for it.
                 threading.Thread(target=self._tidy_up, name=f"kvsluice-{self._name}-orphans", daemon=True).start()

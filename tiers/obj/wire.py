@@ -148,6 +148,19 @@ class Response:
             position += count
         return position
 
+    def read_all(self, most_bytes: int) -> bytes:
+        """The whole body.
+
+        Raises:
+            http.client.HTTPException: it is longer than `most_bytes`, or breaks off.
+        """
+        body = self._read(most_bytes + 1)
+        if len(body) > most_bytes:
+            raise http.client.HTTPException(f"a body of more than {most_bytes} bytes")
+        if self._raw.length:
+            raise http.client.IncompleteRead(body, self._raw.length)
+        return body
+
     def read_words(self) -> bytes:
         """The start of a body that tells of a failure."""
         return self._read(_ERROR_BODY_BYTES)

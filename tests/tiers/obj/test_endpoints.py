@@ -68,7 +68,7 @@ def make_endpoints(probe, monkeypatch):
 
 
 def probe_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "kvsluice-test-probe"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("kvsluice-test-probe-")]
 
 
 def break_down(endpoints, endpoint, way="load"):
@@ -310,15 +310,15 @@ def test_all_ways_of_an_endpoint_come_back_by_one_probe_and_by_a_trial_each(make
     assert states(endpoints.all[0]) == ["closed", "half_open", "half_open"]
 
 
-def test_one_thread_asks_for_all_that_have_failed(make_endpoints, probe, wait_until):
+def test_each_that_has_failed_is_asked_by_a_thread_of_its_own(make_endpoints, probe, wait_until):
     endpoints = make_endpoints(3)
     for endpoint in endpoints.all:
         break_down(endpoints, endpoint)
-    assert len(probe_threads()) == 1
+    assert len(probe_threads()) == 3
     wait_until(lambda: set(probe.asked) == {"http://store-0/", "http://store-1/", "http://store-2/"})
     probe.well.update(["http://store-0/", "http://store-2/"])
     wait_until(lambda: endpoints.all[0].is_whole and endpoints.all[2].is_whole)
-    assert len(probe_threads()) == 1
+    wait_until(lambda: len(probe_threads()) == 1)
     assert not endpoints.all[1].is_whole
 
 
@@ -338,7 +338,7 @@ def ask_until_whole(probe, monkeypatch):
         monkeypatch.setattr(endpoints, "_closing", SimpleNamespace(wait=wait, is_set=bool))
         for _ in range(FAILURES[way]):
             endpoint.breakers[way].failed(0)
-        endpoints._ask_until_whole()  # noqa: SLF001 - on this thread, with a clock of ours
+        endpoints._ask_until_whole(endpoint)  # noqa: SLF001 - on this thread, with a clock of ours
         return waits, states(endpoint)
 
     return run

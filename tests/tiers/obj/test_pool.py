@@ -393,3 +393,19 @@ def test_a_proxy_that_says_nothing_ends_the_wait(serve, client_tls, fails):
 def test_a_target_shows_no_secret_of_its_proxy():
     target = Target("h", 1, None, urlsplit("http://user:hidden@proxy:1"), {"Proxy-Authorization": "hidden"})
     assert "hidden" not in repr(target)
+
+
+def test_bytes_that_tls_holds_already_are_seen_before_a_connection_serves_again(serve, make_pool, server_tls, get):
+    """A second answer that came in the first one's record: on the socket itself nothing is left to see."""
+
+    def handle(peer):
+        peer.read_head()
+        head = b"HTTP/1.1 200 OK\r\nContent-Length: 28000\r\n\r\n"
+        peer.send(head + bytes(28_000) + b"HTTP/1.1 200 GHOST\r\nContent-Length: 0\r\n\r\n" * 50)
+        peer.over.wait(30)
+
+    pool = make_pool(serve(handle, server_tls))
+    assert get(pool, in_s(5)) == bytes(28_000)
+    second = pool.take(in_s(5))
+    assert second.served == 0, "a new one"
+    pool.drop(second)

@@ -227,7 +227,7 @@ def test_an_outage_fails_at_once_after_a_few_failures_and_its_end_is_found_witho
     assert tier.failure_counts() == {"503 SlowDown": 5, "breaker_open": 3}
     assert loads_seen(server) == 5
     broken.clear()
-    wait_until(lambda: "kvsluice-obj-probe" not in [thread.name for thread in threading.enumerate()])
+    wait_until(lambda: "kvsluice-obj-probe-0" not in [thread.name for thread in threading.enumerate()])
     assert tier.load(KEY, view(IMAGE), len(IMAGE)) == len(IMAGE)
 
 
