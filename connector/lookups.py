@@ -191,9 +191,7 @@ class Lookups:
         self._asked_s.pop((answer.tier, answer.keys[0]), None)
         if not account.serving:
             return
-        if answer.is_stale:
-            account.missed["lookup_shed"] += 1
-        elif answer.error is not None:
+        if answer.error is not None and not answer.is_stale:
             account.missed["lookup_failed"] += 1
         if self._load_gate is not None and not answer.is_stale:
             self._load_gate.on_asked(answer.tier, answered=answer.error is None)

@@ -22,7 +22,7 @@ _PROBE_AT_MOST_EVERY_S: Final = 2.0
 """Where probes go on failing: with a probe's own second a store serves again within 3 s of its end of trouble."""
 
 _LOOKUPS_TO_OPEN: Final = 2
-"""Fewer than for the others: one thread asks, one question after the other, and an unanswered HEAD says much."""
+"""Fewer than for the others: few threads ask, one question after the other, and an unanswered HEAD says much."""
 
 Way = Literal["lookup", "load", "store"]
 

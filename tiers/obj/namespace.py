@@ -127,7 +127,7 @@ class Namespace:
     def _send_deletes(
         self, permit: Permit, names: list[str]
     ) -> tuple[Sequence[DeleteError], RequestFailedError | None]:
-        """Which could not be deleted, or how it failed. boto3's errors carry the request and its token: they end here."""
+        """Which could not be deleted, or how it failed; boto3's errors, which carry the request's token, end here."""
         try:
             response = self._access.client(permit.endpoint.place.url).delete_objects(
                 Bucket=self._access.bucket, Delete={"Objects": [{"Key": key} for key in names], "Quiet": True}

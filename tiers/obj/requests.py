@@ -20,6 +20,8 @@ __all__ = ["Request", "Requests", "no_body"]
 
 _BACKOFF_S: Final = 0.05
 _BACKOFF_AT_MOST_S: Final = 1.0
+_MOST_KINDS: Final = 64
+"""Of failures that are counted apart: a server may invent codes."""
 _PROBE_S: Final = 1.0
 """What a probe may take: a store that needs longer for a HEAD is not one to send chunks to."""
 
@@ -163,7 +165,8 @@ class Requests:
     def count(self, failure: ObjectFailure) -> None:
         """Count one operation that failed for good."""
         with self._lock:
-            self._failures[failure.label] += 1
+            known = failure.label in self._failures or len(self._failures) < _MOST_KINDS
+            self._failures[failure.label if known else "other"] += 1
 
     def failure_counts(self) -> dict[str, int]:
         """How often operations failed for good, by kind: `"503 SlowDown"`, `"timeout"`."""

@@ -32,6 +32,8 @@ __all__ = ["ObjectTier"]
 logger = logging.getLogger(__name__)
 
 _TELL_EVERY_S: Final = 300.0
+_MOST_TOLD: Final = 64
+"""Kinds of failures: a server may invent codes."""
 _CLOSE_S: Final = 2.0
 """What is waited for a probe that is under way; its connections are ended, so it takes no time."""
 
@@ -470,6 +472,6 @@ class ObjectTier(Tier):
             # The breaker has told; closing is no news.
             return
         now_s = self._clock()
-        if now_s - self._told_s.get(failure.label, -math.inf) >= _TELL_EVERY_S:
+        if len(self._told_s) < _MOST_TOLD and now_s - self._told_s.get(failure.label, -math.inf) >= _TELL_EVERY_S:
             self._told_s[failure.label] = now_s
             logger.warning("%s; others of this kind are counted and not told for %.0f s", text, _TELL_EVERY_S)

@@ -105,7 +105,6 @@ class Uploads:
         Raises:
             RequestFailedError: nothing was put, or it could not be learnt that it was.
         """
-        self._abort_left()
         upload_id = self._begin(name, end_s)
         self._under_way.add(upload_id)
         try:
@@ -115,12 +114,14 @@ class Uploads:
                 query = f"partNumber={spans.index(part) + 1}&uploadId={upload_id}"
                 return self._requests.send(Request("PUT", name, query, {}, view[start:end]), end_s, _etag_of)
 
-            return self._complete(name, upload_id, self._crew.run_all(put, spans), end_s)
+            done = self._complete(name, upload_id, self._crew.run_all(put, spans), end_s)
         except BaseException:
             self._abort(name, upload_id)
             raise
         finally:
             self._under_way.discard(upload_id)
+        self._abort_left(end_s)
+        return done
 
     def abort_orphans(self, older_than_s: float = _ORPHAN_AGE_S) -> int:
         """Abort uploads that were begun that long ago and never ended; how many. Ends at a failure, which is logged."""
@@ -147,9 +148,9 @@ class Uploads:
             logger.info("%s: %d unfinished uploads of the past were aborted", self._name, aborted)
         return aborted
 
-    def _abort_left(self) -> None:
-        """Abort a few of those that could not be aborted, until one cannot again."""
-        for _ in range(min(len(self._left), 8)):
+    def _abort_left(self, end_s: float) -> None:
+        """Abort those that could not be aborted, in what time the operation has left, until one cannot again."""
+        while self._left and self._requests.now_s() + _ABORT_S < end_s:
             try:
                 name, upload_id = self._left.popleft()
             except IndexError:
@@ -217,8 +218,9 @@ class Uploads:
             self._requests.send(Request("DELETE", name, f"uploadId={upload_id}"), end_s, no_body)
         except RequestFailedError as error:
             if error.failure.code != "NoSuchUpload":
-                self._left.append((name, upload_id))
-                text = "%s: an upload of %s could not be aborted: %s; the next store in parts tries again"
+                if error.failure.may_pass or error.failure.kind == "breaker_open":
+                    self._left.append((name, upload_id))
+                text = "%s: an upload of %s could not be aborted: %s"
                 logger.warning(text, self._name, name, error.failure)
                 return False
         return True
