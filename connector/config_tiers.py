@@ -284,8 +284,8 @@ class ObjTierConfig(IoTierConfig):
     list_at_start_s: SecondsOrOff = Field(
         2.0,
         description="Seconds for which the bucket is listed at start, in the background, so that lookups know what is "
-        "there without a request; 0 does not list. Default 2.0: some hundred thousand chunks where it lists 80,000 a second. Whatever was not listed "
-        "by then is asked for when it is needed.",
+        "there without a request; 0 does not list. Default 2.0: some hundred thousand chunks, of a store that is near. "
+        "Whatever was not listed by then is asked for when it is needed.",
     )
     n_read_threads: Count = Field(
         8, description="Connections that serve loads. Default 8: a request's round trip is most of a chunk's time."

@@ -135,9 +135,12 @@ class Access:
                 raise ConfigError(f"{name} holds a character that no header can carry, such as a line break")
         try:
             self._new_session()
+            from botocore.auth import S3SigV4Auth
+            from botocore.awsrequest import AWSRequest
             from botocore.config import Config
         except ImportError as error:
             raise ConfigError(f"the obj tier needs boto3: pip install 'kvsluice[obj]' ({error})") from error
+        self._request_class, self._signer_class = AWSRequest, S3SigV4Auth
         self._signed_body = Config(s3={"payload_signing_enabled": True})
         self._unsigned_body = Config(s3={"payload_signing_enabled": False})
         self._keys = self._find_keys()
@@ -194,18 +197,16 @@ class Access:
         Raises:
             RequestFailedError: boto3 could not renew the credentials.
         """
-        from botocore.auth import S3SigV4Auth
-        from botocore.awsrequest import AWSRequest
-
-        request = AWSRequest(
+        request = self._request_class(
             method=method,
             url=place.base + tail,
             headers={"host": place.host, **headers},
             data=body if place.signs_payload else None,
         )
         request.context["client_config"] = self._signed_body if place.signs_payload else self._unsigned_body
-        S3SigV4Auth(self._current_keys(), "s3", place.region).add_auth(request)
-        signed = dict(request.headers.items())
+        self._signer_class(self._current_keys(), "s3", place.region).add_auth(request)
+        # As they are: what `items` gives goes through the policies of e-mail first, one by one.
+        signed = dict(request.headers.raw_items())
         signed["user-agent"] = _USER_AGENT
         if body is not None:
             signed["content-length"] = str(body.nbytes)

@@ -114,11 +114,14 @@ class Endpoints:
         Raises:
             RequestFailedError: every endpoint is left alone for now.
         """
-        turn = next(self._turn)
-        count = len(self.all)
-        in_turn = [self.all[(turn + at) % count] for at in range(count)] if count > 1 else self.all
-        # Stable: of equally busy ones the next in turn.
-        for endpoint in sorted(in_turn, key=lambda one: (one in avoid, one.pool.busy)):
+        candidates: Sequence[Endpoint] = self.all
+        count = len(candidates)
+        if count > 1:
+            turn = next(self._turn)
+            in_turn = [candidates[(turn + at) % count] for at in range(count)]
+            # Stable: of equally busy ones the next in turn.
+            candidates = sorted(in_turn, key=lambda one: (one in avoid, one.pool.busy))
+        for endpoint in candidates:
             ticket = endpoint.breakers[way].try_enter()
             if ticket is not None:
                 return Permit(self, endpoint, way, ticket)

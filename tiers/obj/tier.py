@@ -227,7 +227,7 @@ class ObjectTier(Tier):
 
     def load(self, key: bytes, buffer: memoryview, num_bytes: int) -> int:
         self._check_image(buffer, num_bytes)
-        object_key = self.object_key(key)
+        name = self._quoted_base + file_name(key)
         view = buffer[:num_bytes]
         end_s = self._end_s()
         # Ranges cost less than an upload's parts, so they may be finer.
@@ -236,13 +236,13 @@ class ObjectTier(Tier):
         start_s = self._clock()
         try:
             if in_parts:
-                in_parts = self._get_in_parts(object_key, view, spans, end_s)
+                in_parts = self._get_in_parts(name, view, spans, end_s)
             if not in_parts:
-                self._get_whole(object_key, view, end_s)
+                self._get_whole(name, view, end_s)
         except RequestFailedError as error:
             if error.failure.is_missing_key:
-                raise ChunkMissingError(f"{self.name}: no object {object_key}", reason=MISSING) from error
-            raise self._unavailable("get", object_key, error) from error
+                raise ChunkMissingError(f"{self.name}: no object {name}", reason=MISSING) from error
+            raise self._unavailable("get", name, error) from error
         if len(spans) > 1:
             self._get_trial.moved(num_bytes, self._clock() - start_s, in_parts=in_parts)
         return num_bytes
@@ -399,23 +399,23 @@ class ObjectTier(Tier):
         except RequestFailedError as error:
             raise self._unavailable("put", name, error) from error
 
-    def _get_in_parts(self, object_key: str, view: memoryview, spans: list[Span], end_s: float) -> bool:
+    def _get_in_parts(self, name: str, view: memoryview, spans: list[Span], end_s: float) -> bool:
         """Whether the server knows ranges, so that the object lies in `view`."""
         try:
-            get_in_ranges(self._requests, self._crew, quote(object_key, safe="/~"), view, spans, end_s)
+            get_in_ranges(self._requests, self._crew, name, view, spans, end_s)
         except OtherLengthError as error:
-            raise self._damaged(object_key, error.num_bytes, view.nbytes) from error
+            raise self._damaged(name, error.num_bytes, view.nbytes) from error
         except NoRangesError as error:
             self._knows_ranges = False
             logger.warning("%s: the server does not answer to ranges (%s): chunks are read whole", self.name, error)
             return False
         return True
 
-    def _get_whole(self, object_key: str, view: memoryview, end_s: float) -> None:
+    def _get_whole(self, name: str, view: memoryview, end_s: float) -> None:
         def receive(response: Response) -> None:
             if response.length is not None:
                 if response.length != view.nbytes:
-                    raise self._damaged(object_key, response.length, view.nbytes)
+                    raise self._damaged(name, response.length, view.nbytes)
                 response.read_exactly(view)
                 return
             if not response.is_delimited:
@@ -426,9 +426,9 @@ class ObjectTier(Tier):
             # The end itself is the proof.
             found += response.read_up_to(memoryview(bytearray(1))) if found == view.nbytes else 0
             if found != view.nbytes:
-                raise self._damaged(object_key, found, view.nbytes)
+                raise self._damaged(name, found, view.nbytes)
 
-        self._requests.send(Request("GET", quote(object_key, safe="/~")), end_s, receive)
+        self._requests.send(Request("GET", name), end_s, receive)
 
     def _holds(self, name: str, end_s: float) -> bool:
         try:
@@ -451,9 +451,9 @@ class ObjectTier(Tier):
             raise self._unavailable("look up", name, error) from error
         return True
 
-    def _damaged(self, object_key: str, found_bytes: int, num_bytes: int) -> ChunkDamagedError:
+    def _damaged(self, name: str, found_bytes: int, num_bytes: int) -> ChunkDamagedError:
         return ChunkDamagedError(
-            f"{self.name}: object {object_key} has {found_bytes} bytes, the chunk has {num_bytes}",
+            f"{self.name}: object {name} has {found_bytes} bytes, the chunk has {num_bytes}",
             reason=SHORT if found_bytes < num_bytes else OVERSIZE,
         )
 

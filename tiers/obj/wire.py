@@ -197,6 +197,8 @@ class Connection:
         self._http.auto_open = 0
         # Of a socket it uses `sendall`, `makefile` and `close` alone.
         self._http.sock = timed
+        self._poll = select.poll()
+        self._poll.register(timed.sock, select.POLLIN)
         self.idle_since_s = 0.0
         self.served = 0
 
@@ -243,9 +245,7 @@ class Connection:
         # TLS may hold such bytes already, where a look at the socket does not see them.
         if isinstance(sock, ssl.SSLSocket) and sock.pending():
             return True
-        poll = select.poll()
-        poll.register(sock, select.POLLIN)
-        return bool(poll.poll(0))
+        return bool(self._poll.poll(0))
 
     def abort(self) -> None:
         """End whatever wait is going on in it; its thread sees an error."""
