@@ -144,7 +144,8 @@ def test_by_command_it_runs_until_it_is_stopped(tmp_path: Path) -> None:
         assert exports.stdout.strip() == f"http://127.0.0.1:{port}"
         again = run("start", str(folder), str(port))
         assert again.returncode == 1
-        assert "is not empty" in again.stderr
+        assert "runs in" in again.stderr
+        assert "stop it first" in again.stderr
     finally:
         stopped = run("stop", str(folder))
     assert stopped.returncode == 0, stopped.stderr

@@ -472,6 +472,7 @@ class ObjectTier(Tier):
             # The breaker has told; closing is no news.
             return
         now_s = self._clock()
-        if len(self._told_s) < _MOST_TOLD and now_s - self._told_s.get(failure.label, -math.inf) >= _TELL_EVERY_S:
+        last_s = self._told_s.get(failure.label, -math.inf if len(self._told_s) < _MOST_TOLD else math.inf)
+        if now_s - last_s >= _TELL_EVERY_S:
             self._told_s[failure.label] = now_s
             logger.warning("%s; others of this kind are counted and not told for %.0f s", text, _TELL_EVERY_S)
