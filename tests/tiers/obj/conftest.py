@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
-import re
 import os
+import re
 import socket
 import ssl
 import threading
@@ -40,6 +40,9 @@ def one_session(monkeypatch):
     # Whoever tries things on a gateway has its address and keys in the environment.
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
 
 
 @pytest.fixture
