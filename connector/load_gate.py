@@ -130,7 +130,10 @@ class LoadGate:
 
     def on_loaded(self, tier: int, drain_s: float, elapsed_s: float, now_s: float) -> None:
         """A chunk has come from `tier` on every rank; the times are the slowest rank's."""
-        self._stages[tier].times.on_loaded(drain_s, elapsed_s, now_s)
+        stage = self._stages[tier]
+        stage.times.on_loaded(drain_s, elapsed_s, now_s)
+        # Whatever it was before, what it does now is being measured.
+        stage.is_silent = stage.is_back = False
 
     def on_copied(self, copy_s: float, now_s: float) -> None:
         """A chunk was copied into its blocks on every rank."""

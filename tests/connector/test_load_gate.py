@@ -465,6 +465,15 @@ def test_a_tier_that_was_gone_and_answers_again_is_probed_at_once_and_once():
     assert gate.offer([0] * 32, {}, now_s + HALF_LIFE_S, probe_keys=MANY_KEYS) == 0
 
 
+def test_a_tier_that_is_back_and_has_been_loaded_from_since_needs_no_probe():
+    gate = LoadGate({0: LoadTier("obj", 16)}, tokens_per_chunk=1, prefill_tokens_per_s=1.0)
+    gate.on_asked(0, answered=False)
+    gate.on_asked(0, answered=True)
+    gate.on_late(0, 1000.0, 1, 0.0)
+    gate.on_loaded(0, 1.0, 1.0, 1.0)
+    assert gate.offer([0] * 32, {}, HALF_LIFE_S, probe_keys=MANY_KEYS) == 0
+
+
 def test_a_tier_that_answers_questions_and_fails_loads_is_probed_no_more_than_every_half_life():
     gate = LoadGate({0: LoadTier("obj", 16)}, tokens_per_chunk=1, prefill_tokens_per_s=1.0)
     gate.on_late(0, 1e9, 1, 0.0)
