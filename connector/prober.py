@@ -95,7 +95,7 @@ class PartNames(Sequence[bytes]):
 
 
 class Prober:
-    """One daemon thread per tier, and one more while it is listed. No method but `close` ever blocks.
+    """Daemon threads: `Tier.probe_threads` per tier, and one while it is listed. No method but `close` ever blocks.
 
     Args:
         tiers: position in the ladder and the tier to ask.

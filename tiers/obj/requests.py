@@ -145,7 +145,7 @@ class Requests:
         for attempt in range(self._max_attempts):
             try:
                 self._exchange(request, endpoint, end_s, Response.read_words)
-            except RequestFailedError as error:  # noqa: PERF203 - as above
+            except RequestFailedError as error:  # noqa: PERF203 - a retry is a loop around a try
                 wait_s = self._random_s(_BACKOFF_S * 2**attempt)
                 last = attempt + 1 == self._max_attempts or self._clock() + wait_s >= end_s
                 if last or not error.failure.may_pass or self._pause(wait_s):

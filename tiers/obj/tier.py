@@ -128,22 +128,17 @@ class ObjectTier(Tier):
         self._max_connections = max_connections
         self._is_conditional = True
         self._told_s: dict[str, float] = {}
-        self._put_headers = {
-            header: value
-            for header, value in (
-                ("x-amz-server-side-encryption", server_side_encryption),
-                ("x-amz-server-side-encryption-aws-kms-key-id", sse_kms_key_id),
-                ("x-amz-storage-class", storage_class),
-            )
-            if value is not None
-        }
-        for option, value in (
-            ("server_side_encryption", server_side_encryption),
-            ("sse_kms_key_id", sse_kms_key_id),
-            ("storage_class", storage_class),
+        self._put_headers: dict[str, str] = {}
+        for option, header, value in (
+            ("server_side_encryption", "x-amz-server-side-encryption", server_side_encryption),
+            ("sse_kms_key_id", "x-amz-server-side-encryption-aws-kms-key-id", sse_kms_key_id),
+            ("storage_class", "x-amz-storage-class", storage_class),
         ):
-            if not fits_header(value or ""):
+            if value is None:
+                continue
+            if not fits_header(value):
                 raise ConfigError(f"{option} is {value!r}: no header can carry that")
+            self._put_headers[header] = value
         if part_bytes < MIN_PART_BYTES:
             raise ConfigError(f"part_bytes is {part_bytes}: S3 takes parts of at least {MIN_PART_BYTES} bytes")
         urls: Sequence[str | None] = (

@@ -25,7 +25,6 @@ __all__ = ["Uploads"]
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_BYTES: Final = 16 << 10
 _ORPHAN_AGE_S: Final = 3600.0
 """An upload takes seconds; one that began an hour ago, by a clock that may be minutes off, is nobody's."""
 _TRIAL_S: Final = 2.0
@@ -180,7 +179,7 @@ class Uploads:
 
     def _begin(self, name: str, end_s: float) -> str:
         answer = self._requests.send(
-            Request("POST", name, "uploads=", self._headers, memoryview(b"")), end_s, _words_of
+            Request("POST", name, "uploads=", self._headers, memoryview(b"")), end_s, Response.read_words
         )
         found = _UPLOAD_ID.search(answer)
         if found is None:
@@ -195,7 +194,7 @@ class Uploads:
         body = memoryview(f"<CompleteMultipartUpload>{parts}</CompleteMultipartUpload>".encode())
         request = Request("POST", name, f"uploadId={upload_id}", {"if-none-match": "*"}, body)
         try:
-            answer = self._requests.send(request, end_s, _words_of)
+            answer = self._requests.send(request, end_s, Response.read_words)
         except RequestFailedError as error:
             if error.failure.is_held_already:
                 self._abort(name, upload_id)
@@ -231,8 +230,3 @@ def _etag_of(response: Response) -> str:
     if etag is None:
         raise RequestFailedError(ObjectFailure(None, "no etag of a part", "protocol"))
     return etag
-
-
-def _words_of(response: Response) -> bytes:
-    buffer = bytearray(_ANSWER_BYTES)
-    return bytes(buffer[: response.read_up_to(memoryview(buffer))])

@@ -23,8 +23,8 @@ __all__ = ["Connection", "Response", "TimedSocket", "overdue"]
 
 _SEND_WINDOW_BYTES: Final = 256 << 10
 """What is sent under one timeout at most: TLS comes back only when all that it is given has gone out."""
-_ERROR_BODY_BYTES: Final = 16 << 10
-"""What is read of an answer that tells of a failure: its code stands at the start."""
+_WORDS_BYTES: Final = 16 << 10
+"""What is read of an answer in words: a failure's code stands at the start, an upload's id too."""
 _FINISH_S: Final = 0.05
 _EARLY_ANSWER_S: Final = 1.0
 """How long an answer is waited for after the server has stopped reading the body."""
@@ -162,8 +162,8 @@ class Response:
         return body
 
     def read_words(self) -> bytes:
-        """The start of a body that tells of a failure."""
-        return self._read(_ERROR_BODY_BYTES)
+        """A body of a few words, or the start of a longer one."""
+        return self._read(_WORDS_BYTES)
 
     def finish(self) -> bool:
         """Whether nothing of the body is left, so that the connection can serve again. Hardly waits, raises nothing."""
