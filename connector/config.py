@@ -46,6 +46,8 @@ from kvsluice.connector.config_tiers import (
     check_ladder,
     parse_size,
 )
+from kvsluice.kernels.chooser import CopySetting
+from kvsluice.kernels.movers import MIN_STAGING_BYTES
 from kvsluice.tiers.backpressure.config import build_gate
 from kvsluice.tiers.errors import ConfigError
 
@@ -154,6 +156,17 @@ class OffloadConfig(Model):
         "auto",
         description='Page-lock the host region: "on" fails where it is refused, "off" never does. Default "auto": '
         "where there is a device to copy from, else pageable with a warning.",
+    )
+    device_copy: CopySetting = Field(
+        "auto",
+        description='How chunks pass between a GPU and host memory: "batched" (the driver\'s batched copy), "triton" '
+        '(a kernel, and staging on the device) or "torch"; one that cannot be had is an error. Default "auto": each is '
+        "measured at start, and the fastest that leaves the GPU to the engine is taken.",
+    )
+    device_staging_bytes: Annotated[Size, Field(ge=MIN_STAGING_BYTES)] = Field(
+        64 * 2**20,
+        description="Bytes of GPU memory through which small pages go, per rank; 1 MiB at least. Default 67108864 "
+        "(64 MiB): four pieces of 8 MiB for each direction, so that the link never waits.",
     )
 
     @model_validator(mode="after")

@@ -1,11 +1,12 @@
-"""Copies between KV blocks and slots, on one stream per direction, in order, timed by events.
+"""The thread that copies between KV blocks and slots: what is copied when, and what is told of it.
 
-    engine thread          copier thread                                  device
-    compute_event() ─────▶ claim, wait(ready), record, copy, record ─────▶ ...
-                           end passed? ─▶ on_copied
+    engine thread          copier thread                                       device
+    compute_event() ─────▶ claim, a mover's submission of several chunks ─────▶ ...
+                           its end passed? ─▶ on_copied, of each chunk
 
-One thread issues all copies and watches their end events. On the CPU an issued copy is over when
-the call returns; on a GPU it is over when its end event has passed. The code is the same.
+One thread issues all copies and watches their end events. How bytes move is a mover's affair (see
+`kvsluice.kernels.movers`). On the CPU an issued copy is over when the call returns; on a GPU it is over
+when its end event has passed. The code is the same.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from kvsluice.connector.device import Device, Event, Stream
+from kvsluice.kernels.device import Device, Event
+from kvsluice.kernels.movers import ChunkCopy, Mover, OnTensor, Submission
 
 __all__ = ["JOIN_S", "Claim", "Copier", "CopyTask"]
 
@@ -31,6 +34,10 @@ yet not in no time, and only one that hangs is to be named."""
 
 _POLL_S = 0.0002
 """How often unpassed end events are looked at: a tenth of what a 50 GB/s link needs for 100 MB."""
+
+MAX_FLYING = 2
+"""Submissions of one direction in the device's hands: the second keeps the link busy while the first is reaped.
+What comes meanwhile waits here, where it can be revoked, and goes out together."""
 
 
 class Claim:
@@ -63,43 +70,63 @@ class CopyTask(Protocol):
         """True for blocks to slot."""
         ...
 
-    def prepare(self) -> None:
-        """Whatever the copy needs that must not count as its time."""
+    def prepare(self) -> ChunkCopy:
+        """What to copy, after all that must not count as the copy's time."""
         ...
 
-    def copy(self) -> None:
-        """Queue the copy on the current stream."""
+    def on_tensor(self, number: int, event: Event) -> None:
+        """A tensor is in the blocks once `event` has passed; told where tensors are copied one by one."""
         ...
 
     def on_copied(self, copy_s: float) -> None:
-        """The copy is over. On the copier's thread."""
+        """The device is done. On the copier's thread, as are all of these."""
         ...
 
     def on_revoked(self) -> None:
-        """Somebody else took the claim before the copy started. On the copier's thread."""
+        """Somebody else took the claim before the copy started."""
         ...
 
     def on_copy_failed(self, error: Exception) -> None:
-        """The copy raised. On the copier's thread."""
+        """The copy raised."""
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Lot:
+    """Tasks that go out together, tensor by tensor; or one that goes out with whatever else waits."""
+
+    tasks: tuple[CopyTask, ...]
+    by_tensor: bool = False
+
+
+class _Direction:
+    """What waits and what is under way in one direction."""
+
+    def __init__(self, mover: Mover) -> None:
+        self.mover = mover
+        self.waiting: deque[_Lot] = deque()
+        self.flying: deque[tuple[list[tuple[CopyTask, float]], Submission]] = deque()
+
+
 class Copier:
-    """The thread, its two queues (loads first) and its two streams.
+    """The thread and its two queues, loads first.
 
     `put` may be called from any thread and never blocks; `fence` may wait for the device.
+
+    Args:
+        device: the movers' device.
+        out, into: move chunks to slots and to blocks; the copier's thread alone uses them.
+        clock: seconds, monotonic.
     """
 
-    def __init__(self, device: Device, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, device: Device, out: Mover, into: Mover, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._out: Stream = device.new_stream()
-        self._in: Stream = device.new_stream()
-        self._loads: deque[CopyTask] = deque()
-        self._stores: deque[CopyTask] = deque()
+        self._device = device
+        self._out = _Direction(out)
+        self._in = _Direction(into)
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
         # All that was put and is neither over nor revoked, for `fence`; entries come and go atomically.
         self._live: dict[int, CopyTask] = {}
-        self._flying: deque[tuple[CopyTask, Event, Event, Exception | None]] = deque()
         self._progress = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="kvsluice-copy", daemon=True)
@@ -109,7 +136,15 @@ class Copier:
         """Queue copies. Never blocks."""
         for task in tasks:
             self._live[id(task)] = task
-            (self._stores if task.is_store else self._loads).append(task)
+            (self._out if task.is_store else self._in).waiting.append(_Lot((task,)))
+        self._wake.put(True)
+
+    def put_by_tensor(self, tasks: Sequence[CopyTask]) -> None:
+        """Queue loads that are copied together, each tensor of all before the next. Never blocks."""
+        for task in tasks:
+            self._live[id(task)] = task
+        if tasks:
+            self._in.waiting.append(_Lot(tuple(tasks), by_tensor=True))
             self._wake.put(True)
 
     @property
@@ -141,73 +176,123 @@ class Copier:
         self._wake.put(False)
         self._thread.join(max(JOIN_S, end_s - self._clock()))
         # What flies past the end is still in the device's hands, whether or not the thread has gone.
-        return [self._thread.name] if self._thread.is_alive() or self._flying else []
+        return [self._thread.name] if self._thread.is_alive() or self._out.flying or self._in.flying else []
 
     def shed(self) -> None:
         """After `close`: revoke what was put and never started."""
-        while (task := self._take()) is not None:
-            task.claim.take()
-            self._over(task)
-            task.on_revoked()
+        for direction in (self._in, self._out):
+            while (lot := _pop(direction.waiting)) is not None:
+                for task in lot.tasks:
+                    task.claim.take()
+                    self._over(task)
+                    task.on_revoked()
 
     def _serve(self) -> None:
+        self._device.bind_thread()
         while not self._closing:
-            try:
-                self._wake.get(timeout=_POLL_S if self._flying else None)
-            except queue.Empty:
-                pass
-            else:
-                task = self._take()
-                if task is not None:
-                    self._issue(task)
+            # What waits here has had its token: it goes out when something comes back, whoever else asks.
+            busy = any(direction.waiting or direction.flying for direction in (self._in, self._out))
+            with contextlib.suppress(queue.Empty):
+                self._wake.get(timeout=_POLL_S if busy else None)
+            moved = True
+            while moved and not self._closing:
+                moved = self._issue_next()
+                moved = self._reap() or moved
             self._reap()
 
-    def _take(self) -> CopyTask | None:
-        for waiting in (self._loads, self._stores):
-            with contextlib.suppress(IndexError):
-                return waiting.popleft()
-        return None
+    def _issue_next(self) -> bool:
+        """Hand one submission to the device, loads first; whether there was anything to do."""
+        for direction in (self._in, self._out):
+            if direction.waiting and len(direction.flying) < MAX_FLYING:
+                tasks, by_tensor = self._take(direction)
+                if tasks:
+                    self._issue(direction, tasks, by_tensor=by_tensor)
+                return True
+        return False
 
-    def _issue(self, task: CopyTask) -> None:
-        if not task.claim.take():
-            self._over(task)
-            task.on_revoked()
+    def _take(self, direction: _Direction) -> tuple[list[CopyTask], bool]:
+        """Claim what one submission shall carry, and whether it goes tensor by tensor."""
+        tasks: list[CopyTask] = []
+        written: set[int] = set()
+        while len(tasks) < direction.mover.max_chunks:
+            lot = _pop(direction.waiting)
+            if lot is None:
+                break
+            if tasks and (lot.by_tensor or not written.isdisjoint(lot.tasks[0].block_ids)):
+                # What is in one submission has no order: two chunks for the same block go one after the other.
+                direction.waiting.appendleft(lot)
+                break
+            for task in lot.tasks:
+                if task.claim.take():
+                    tasks.append(task)
+                    if not task.is_store:
+                        written.update(task.block_ids)
+                else:
+                    self._over(task)
+                    task.on_revoked()
+            if lot.by_tensor and tasks:
+                return tasks, True
+        return tasks, False
+
+    def _issue(self, direction: _Direction, tasks: list[CopyTask], *, by_tensor: bool) -> None:
+        ready: dict[int, Event] = {}
+        chunks: list[ChunkCopy] = []
+        carried: list[CopyTask] = []
+        for task in tasks:
+            chunk = self._prepared(task)
+            if chunk is not None:
+                chunks.append(chunk)
+                carried.append(task)
+                ready[id(task.ready)] = task.ready
+        if not carried:
             return
-        stream = self._out if task.is_store else self._in
-        error = None
+        on_tensor: OnTensor | None = None
+        if by_tensor:
+
+            def on_tensor(number: int, event: Event) -> None:
+                for task in carried:
+                    task.on_tensor(number, event)
+
         try:
-            task.prepare()
-            with stream.use():
-                stream.wait(task.ready)
-                start = stream.record()
-                try:
-                    task.copy()
-                except Exception as failure:  # noqa: BLE001 - torch raises what it likes; the thread must go on
-                    # Part of it may be on the device: the blocks are free when that has passed, not now.
-                    error = failure
-                end = stream.record()
+            submission = direction.mover.submit(list(ready.values()), chunks, on_tensor)
+        except Exception as failure:  # noqa: BLE001 - torch raises what it likes; the thread must go on
+            for task in carried:
+                self._failed(task, failure)
+            return
+        shares = _shares(chunks)
+        direction.flying.append((list(zip(carried, shares, strict=True)), submission))
+
+    def _prepared(self, task: CopyTask) -> ChunkCopy | None:
+        try:
+            return task.prepare()
         except Exception as failure:  # noqa: BLE001 - as above
             self._failed(task, failure)
-            return
-        self._flying.append((task, start, end, error))
+            return None
 
-    def _reap(self) -> None:
-        # Each direction's events pass in order, the two interleave: one that has not passed holds up no other.
-        for _ in range(len(self._flying)):
-            task, start, end, error = self._flying.popleft()
-            copy_s = 0.0
-            try:
-                if not end.query():
-                    self._flying.append((task, start, end, error))
-                    continue
-                copy_s = end.seconds_since(start)
-            except Exception as failure:  # noqa: BLE001 - a device that fails asynchronously says so here
-                error = error or failure
-            if error is None:
-                self._over(task)
-                task.on_copied(copy_s)
-            else:
-                self._failed(task, error)
+    def _reap(self) -> bool:
+        """Tell of every submission that has ended; whether any had."""
+        ended = False
+        for direction in (self._in, self._out):
+            # A direction's submissions pass in order.
+            while direction.flying:
+                tasks, submission = direction.flying[0]
+                error, copy_s = submission.error, 0.0
+                try:
+                    if not submission.query():
+                        break
+                    copy_s = submission.seconds()
+                    submission.release()
+                except Exception as failure:  # noqa: BLE001 - a device that fails asynchronously says so here
+                    error = error or failure
+                ended = True
+                direction.flying.popleft()
+                for task, share in tasks:
+                    if error is None:
+                        self._over(task)
+                        task.on_copied(copy_s * share)
+                    else:
+                        self._failed(task, error)
+        return ended
 
     def _failed(self, task: CopyTask, error: Exception) -> None:
         _log.error("a device copy failed; its job fails, the thread goes on", exc_info=error)
@@ -218,3 +303,17 @@ class Copier:
         with self._progress:
             del self._live[id(task)]
             self._progress.notify_all()
+
+
+def _pop(waiting: deque[_Lot]) -> _Lot | None:
+    try:
+        return waiting.popleft()
+    except IndexError:
+        return None
+
+
+def _shares(chunks: Sequence[ChunkCopy]) -> list[float]:
+    """Each chunk's part of the bytes that they move together."""
+    moved = [len(chunk.block_ids) - chunk.skip_blocks for chunk in chunks]
+    total = sum(moved)
+    return [blocks / total if total else 1 / len(chunks) for blocks in moved]

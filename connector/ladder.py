@@ -12,12 +12,12 @@ from typing import Final, cast
 from kvsluice.connector.account import PlannedTier
 from kvsluice.connector.books import PlannerSettings, slot_share
 from kvsluice.connector.config import AnyTierConfig, FsTierConfig, HostTierConfig, ObjTierConfig, OffloadConfig
-from kvsluice.connector.device import Device
 from kvsluice.connector.layout import KVLayout
 from kvsluice.connector.load_gate import LoadGate, LoadTier
 from kvsluice.connector.namespace import Fact, ModelIdentity, Namespace, weights_digest
 from kvsluice.connector.region import PinnedRegion
 from kvsluice.connector.worker import RankWorker, WorkerTier
+from kvsluice.kernels.device import Device
 from kvsluice.tiers.backpressure import build_gate
 from kvsluice.tiers.base import Tier
 from kvsluice.tiers.chunk_file import FORMAT_VERSION, ChunkFormat
@@ -341,6 +341,8 @@ def open_rank(
             worker_tiers(config, tiers),
             blocks_per_chunk=geometry.blocks_per_chunk,
             verify=config.verify,
+            device_copy=config.device_copy,
+            device_staging_bytes=config.device_staging_bytes,
             device=device,
             clock=clock,
         )

@@ -60,6 +60,7 @@ class KVLayout:
         dtypes: safetensors dtype code of each tensor, by name.
         dim_orders: by name, the logical dimension that stands at each place in a chunk.
         aliases: by name, the tensor whose memory it shares exactly; kept once, under that name.
+        layers: by layer name, the places in `paged` of the tensors that hold it.
     """
 
     paged: tuple[PagedTensor, ...]
@@ -69,6 +70,7 @@ class KVLayout:
     dtypes: Mapping[str, str]
     dim_orders: Mapping[str, tuple[int, ...]]
     aliases: Mapping[str, str]
+    layers: Mapping[str, tuple[int, ...]]
 
     @classmethod
     def from_tensors(
@@ -114,7 +116,9 @@ class KVLayout:
         dtypes: dict[str, str] = {}
         dim_orders: dict[str, tuple[int, ...]] = {}
         aliases: dict[str, str] = {}
+        layers: dict[str, tuple[int, ...]] = {}
         seen: dict[tuple[object, ...], str] = {}
+        places: dict[str, int] = {}
         for layer, value in kv_caches.items():
             for name, tensor in _named_tensors(layer, value):
                 if name in paged or name in aliases or name == "__metadata__":
@@ -124,6 +128,7 @@ class KVLayout:
                 identity = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, axis)
                 if (first_name := seen.setdefault(identity, name)) != name:
                     aliases[name] = first_name
+                    layers[layer] = (*layers.get(layer, ()), places[first_name])
                     continue
                 order = _memory_order(tensor, axis)
                 rows = tensor.shape[axis]
@@ -133,6 +138,8 @@ class KVLayout:
                         f"which is no multiple of num_blocks={num_blocks}"
                     )
                 view = tensor.detach().permute(order).view(INTEGER_DTYPES[tensor.element_size()])
+                places[name] = len(paged)
+                layers[layer] = (*layers.get(layer, ()), places[name])
                 paged[name] = PagedTensor(view, order.index(axis), rows // (num_blocks or rows), name)
                 dtypes[name], dim_orders[name] = code, order
         _check_together(tuple(paged.values()))
@@ -145,12 +152,23 @@ class KVLayout:
             dtypes=MappingProxyType(dtypes),
             dim_orders=MappingProxyType(dim_orders),
             aliases=MappingProxyType(aliases),
+            layers=MappingProxyType(layers),
         )
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all tensors."""
         return sum(item.page_bytes for item in self.paged)
+
+    def last_tensor(self, layer: str) -> int:
+        """Place in `paged` of the layer's last tensor: behind it, in payload order, the layer is whole.
+
+        Raises:
+            LayoutError: no such layer.
+        """
+        if layer not in self.layers:
+            raise LayoutError(f"no layer {layer!r}; the layout has {len(self.layers)}: {', '.join(self.layers)}")
+        return max(self.layers[layer])
 
     def chunk_tensors(self, blocks_per_chunk: int) -> tuple[TensorSpec, ...]:
         """Name, dtype code and shape of every tensor of a chunk, in payload order.

@@ -9,8 +9,8 @@ from types import TracebackType
 
 from typing_extensions import Self
 
+from kvsluice.connector.by_layer import LayerWatch
 from kvsluice.connector.config import OffloadConfig
-from kvsluice.connector.device import Device
 from kvsluice.connector.ladder import listing_times_s, load_gate_for, open_rank, planned_tiers
 from kvsluice.connector.layout import KVLayout
 from kvsluice.connector.namespace import ModelIdentity
@@ -18,6 +18,8 @@ from kvsluice.connector.orders import Order, RankReport
 from kvsluice.connector.planner import Planner
 from kvsluice.connector.prober import Prober
 from kvsluice.connector.results import Lookup, OffloadStats, TransferResult
+from kvsluice.kernels.chooser import CopyChoice
+from kvsluice.kernels.device import Device
 from kvsluice.tiers import reasons
 from kvsluice.tiers.errors import ClosedError
 
@@ -26,6 +28,8 @@ __all__ = ["OffloadConnector"]
 _log = logging.getLogger(__name__)
 
 _WAIT_STEP_S = 0.0005
+_LAYER_STEP_S = 0.0001
+"""A layer of a long prompt takes the link a fraction of a millisecond."""
 
 
 class OffloadConnector:
@@ -83,12 +87,16 @@ class OffloadConnector:
             load_gate=load_gate_for(config, geometry),
             clock=clock,
         )
+        self._layout = layout
         self._ready: dict[int, TransferResult] = {}
+        self._watches: dict[int, LayerWatch] = {}
         self._left: tuple[str, ...] | None = None
         self.namespace = geometry.namespace
         """Hex digest over everything that changes the bytes under a key."""
         self.blocks_per_chunk = geometry.blocks_per_chunk
         """Blocks that `store` and `load` take per key."""
+        self.copy_choices: tuple[CopyChoice, CopyChoice] = rank.worker.copy_choices
+        """How stores and loads pass between device and host memory, and what was measured at start."""
         _log.info(
             "kvsluice: namespace %s, %d slots of %d bytes, tiers %s",
             geometry.namespace,
@@ -142,7 +150,13 @@ class OffloadConnector:
         return job
 
     def load(
-        self, keys: Sequence[bytes], block_ids: Sequence[int], group: int = 0, deadline_s: float | None = None
+        self,
+        keys: Sequence[bytes],
+        block_ids: Sequence[int],
+        group: int = 0,
+        deadline_s: float | None = None,
+        *,
+        by_layer: bool = False,
     ) -> int:
         """Bring chunks back into blocks, from the fastest tier that has them. Never blocks.
 
@@ -155,6 +169,8 @@ class OffloadConnector:
             group: KV-cache group.
             deadline_s: seconds from now after which what is not there is a miss; `load_timeout_s` if None. Where
                 the load gate lets a few chunks through to see whether a tier is still slow, it may be less.
+            by_layer: copy the first layer of all chunks, then the second, and so on, in the layout's order, for
+                an engine that starts on a layer while later ones arrive; see `wait_for_layer`.
 
         Returns:
             The job's id.
@@ -164,8 +180,52 @@ class OffloadConnector:
         """
         self._check_open(group)
         job = self._planner.load(keys, block_ids, deadline_s)
+        if by_layer and keys:
+            watch = self._watches[job] = LayerWatch(len(keys))
+            self._worker.watch_layers(job, watch)
         self._send()
         return job
+
+    def wait_for_layer(self, job_id: int, layer: str, timeout_s: float | None = None) -> bool:
+        """Have the engine's stream wait for one layer of a load, and go on. For loads asked for `by_layer`.
+
+        Returns once the layer's copies are queued on the device, which is when all chunks have come from
+        their tiers: that, and no copy, is what the caller waits for. What the engine queues on its current
+        stream after this sees the layer's blocks. They belong to the connector until `poll` names the job all
+        the same: the engine may read this layer of them, not write.
+
+        Args:
+            job_id: of the load.
+            layer: a name as the layout was given it.
+            timeout_s: how long to wait; None waits as long as the load's deadline lets it.
+
+        Returns:
+            False where a chunk was a miss: the blocks hold nothing of use, `poll` says which.
+
+        Raises:
+            ValueError: a job that is no load by layer or that `poll` has named, or a layer that the layout
+                does not have.
+            TimeoutError: the layer was not there within `timeout_s`.
+        """
+        watch = self._watches.get(job_id)
+        if watch is None:
+            raise ValueError(f"job {job_id} is no load by layer that is still to be polled")
+        number = self._layout.last_tensor(layer)
+        end_s = None if timeout_s is None else self._clock() + timeout_s
+        while True:
+            self._turn()
+            result = self._ready.get(job_id)
+            if watch.missed or (result is not None and result.failed):
+                return False
+            events = watch.events(number)
+            if events is not None:
+                self._worker.compute_wait(events)
+                return True
+            if end_s is not None and self._clock() >= end_s:
+                raise TimeoutError(f"layer {layer!r} of job {job_id} was not there after {timeout_s} s")
+            if self._left is not None:
+                raise ClosedError(f"job {job_id} was not over at close")
+            time.sleep(_LAYER_STEP_S)
 
     def observe_prefill(self, num_tokens: int, elapsed_s: float) -> None:
         """Tell how long the engine took to compute a part of a prompt. Never blocks.
@@ -188,9 +248,7 @@ class OffloadConnector:
     def poll(self) -> list[TransferResult]:
         """Jobs that are over since the last call, each once. Never blocks."""
         self._turn()
-        finished = list(self._ready.values())
-        self._ready.clear()
-        return finished
+        return [self._hand_out(job) for job in list(self._ready)]
 
     def poll_released(self) -> list[int]:
         """Store jobs whose source blocks the engine may reuse since the last call, each once. Never blocks."""
@@ -238,7 +296,7 @@ class OffloadConnector:
                 raise ClosedError(f"jobs {still_open[:8]} ({len(still_open)} in all) were not over at close")
             time.sleep(_WAIT_STEP_S)
             self._turn()
-        return [self._ready.pop(job) for job in wanted if job in self._ready]
+        return [self._hand_out(job) for job in wanted if job in self._ready]
 
     def reset(self, timeout_s: float = 30.0) -> dict[str, str]:
         """Drop everything that any tier holds in this namespace, as an engine does after new weights.
@@ -250,6 +308,8 @@ class OffloadConnector:
             The tiers that were not emptied within `timeout_s`, each with the reason; empty when all were.
         """
         self._check_open(0)
+        for watch in self._watches.values():
+            watch.on_missed()
         self._planner.reset()
         self._ready = {
             job: result.spoiled(reasons.RESET) if result.kind == "load" else result
@@ -307,6 +367,11 @@ class OffloadConnector:
             raise ClosedError("this connector is closed")
         if group != 0:
             raise ValueError(f"group {group}: this connector has one KV-cache group, 0")
+
+    def _hand_out(self, job_id: int) -> TransferResult:
+        if self._watches.pop(job_id, None) is not None:
+            self._worker.unwatch_layers(job_id)
+        return self._ready.pop(job_id)
 
     def _turn(self) -> None:
         """One exchange of reports and orders."""

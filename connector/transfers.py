@@ -16,12 +16,13 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from kvsluice.connector.by_layer import Cohort, LayerWatch
 from kvsluice.connector.copier import Claim, Copier
-from kvsluice.connector.device import Event
 from kvsluice.connector.io_queue import IoQueue
 from kvsluice.connector.orders import Copied, Ended, Loaded, LoadPart, Passed, StorePart, WorkerEvent, Wrote
 from kvsluice.connector.region import PinnedRegion
-from kvsluice.kernels import CopyPlan
+from kvsluice.kernels.device import Event
+from kvsluice.kernels.movers import ChunkCopy
 from kvsluice.tiers import reasons
 from kvsluice.tiers.backpressure import NOTHING, Spent
 from kvsluice.tiers.base import Tier
@@ -34,12 +35,11 @@ _log = logging.getLogger(__name__)
 
 
 class Shared:
-    """What all transfers of one worker use: plan, format, region, copier, queues, and the report to come."""
+    """What all transfers of one worker use: format, region, copier, queues, and the report to come."""
 
     def __init__(
         self,
         *,
-        plan: CopyPlan,
         fmt: ChunkFormat,
         region: PinnedRegion,
         copier: Copier,
@@ -48,7 +48,6 @@ class Shared:
         verify: bool,
         clock: Callable[[], float],
     ) -> None:
-        self.plan = plan
         self.fmt = fmt
         self.region = region
         self.copier = copier
@@ -169,11 +168,12 @@ class StoreTransfer(_Transfer):
         self.cancelled_as = reason
         self.claim.take()
 
-    def prepare(self) -> None:
+    def prepare(self) -> ChunkCopy:
         self.shared.region.touch(self.slot)
+        return ChunkCopy(self.block_ids, self.shared.payload(self.slot))
 
-    def copy(self) -> None:
-        self.shared.plan.gather(self.block_ids, self.shared.payload(self.slot))
+    def on_tensor(self, number: int, event: Event) -> None:
+        """Stores go whole."""
 
     def on_copied(self, copy_s: float) -> None:
         self._copied(None, copy_s)
@@ -208,13 +208,25 @@ class LoadTransfer(_Transfer):
 
     is_store = False
 
-    def __init__(self, shared: Shared, job_id: int, order: LoadPart, ready: Event, deadline_s: float) -> None:
+    def __init__(
+        self,
+        shared: Shared,
+        job_id: int,
+        order: LoadPart,
+        ready: Event,
+        deadline_s: float,
+        *,
+        watch: LayerWatch | None = None,
+        cohort: Cohort | None = None,
+    ) -> None:
         super().__init__(shared, job_id, order.part, order.key, order.slot, ready, 2 + len(order.copy_up))
         self.block_ids = order.block_ids
         self.skip_blocks = order.skip_blocks
         self.deadline_s = deadline_s
         self._sources = list(order.sources)
         self._copy_up = order.copy_up
+        self._watch = watch
+        self._cohort = cohort
         self._misses: list[tuple[int, str]] = []
         self._served_by = -1
         self._queue_s = 0.0
@@ -228,7 +240,7 @@ class LoadTransfer(_Transfer):
         if self._sources:
             self._ask_next()
         else:
-            self.shared.copier.put([self])
+            self._to_copier()
 
     def revoke(self, reason: str) -> None:
         """Decide it as a miss unless its copy has started; never blocks."""
@@ -239,6 +251,8 @@ class LoadTransfer(_Transfer):
                 # A slice: the tier's thread may drop the last source between a look and an index.
                 misses += [(source, reason) for source in self._sources[:1]]
             self._report(reason, 0.0, misses)
+            # It may hang in a tier for longer: the others do not wait for it.
+            self._leave_cohort()
 
     @property
     def decided(self) -> bool:
@@ -273,7 +287,7 @@ class LoadTransfer(_Transfer):
             return
         self._served_by = tier
         self._drain_s = drain_s
-        shared.copier.put([self])
+        self._to_copier()
 
     def _read(self, tier: int, key: bytes, view: memoryview) -> tuple[int, float]:
         """Bytes that came, and this read's part of the time among the tier's loads."""
@@ -294,15 +308,13 @@ class LoadTransfer(_Transfer):
     def crashed(self, error: Exception) -> None:
         self._miss(self._sources[0], reasons.INTERNAL)
 
-    def prepare(self) -> None:
-        """The slot holds what was read: nothing may write to it any more."""
+    def prepare(self) -> ChunkCopy:
+        # The slot holds what was read: nothing may write to it any more.
+        return ChunkCopy(self.block_ids, self.shared.payload(self.slot), self.skip_blocks)
 
-    def copy(self) -> None:
-        payload = self.shared.payload(self.slot)
-        if self.skip_blocks:
-            self.shared.plan.scatter_tail(self.block_ids, payload, self.skip_blocks)
-        else:
-            self.shared.plan.scatter(self.block_ids, payload)
+    def on_tensor(self, number: int, event: Event) -> None:
+        if self._watch is not None:
+            self._watch.on_tensor(number, event)
 
     def on_copied(self, copy_s: float) -> None:
         self._report(None, copy_s, self._misses)
@@ -318,6 +330,16 @@ class LoadTransfer(_Transfer):
         self._report(reasons.INTERNAL, 0.0, self._misses)
         self._abandon_copy_up(reasons.INTERNAL)
         self.leave()
+
+    def _to_copier(self) -> None:
+        if self._cohort is None:
+            self.shared.copier.put([self])
+        else:
+            self._cohort.arrive(self)
+
+    def _leave_cohort(self) -> None:
+        if self._cohort is not None:
+            self._cohort.leave(self)
 
     def _ask_next(self) -> None:
         self.put_s = self.shared.clock()
@@ -335,6 +357,7 @@ class LoadTransfer(_Transfer):
     def _give_up(self, reason: str) -> None:
         if self.claim.take():
             self._report(reason, 0.0, self._misses)
+        self._leave_cohort()
         self._abandon_copy_up(reason)
         self.leave()
 
@@ -344,6 +367,8 @@ class LoadTransfer(_Transfer):
 
     def _report(self, reason: str | None, copy_s: float, misses: list[tuple[int, str]]) -> None:
         num_bytes = self.shared.fmt.payload_bytes if reason is None else 0
+        if reason is not None and self._watch is not None:
+            self._watch.on_missed()
         self.shared.events.append(
             Loaded(
                 self.job_id,

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvsluice.connector.by_layer import Cohort, LayerWatch
 from kvsluice.connector.copier import JOIN_S, Copier
-from kvsluice.connector.device import Device, device_for
 from kvsluice.connector.io_queue import IoQueue
 from kvsluice.connector.layout import KVLayout
 from kvsluice.connector.orders import (
@@ -27,11 +27,14 @@ from kvsluice.connector.orders import (
 )
 from kvsluice.connector.region import PinnedRegion
 from kvsluice.connector.transfers import LoadTransfer, Shared, StoreTransfer
-from kvsluice.kernels import CopyPlan
+from kvsluice.kernels.chooser import CopySetting, open_movers
+from kvsluice.kernels.device import Device, Event, device_for
+from kvsluice.kernels.errors import DeviceCopyError
+from kvsluice.kernels.plan import CopyPlan
 from kvsluice.tiers import reasons
 from kvsluice.tiers.base import Tier
 from kvsluice.tiers.chunk_file import ChunkFormat, engine_key
-from kvsluice.tiers.errors import TierError
+from kvsluice.tiers.errors import ConfigError, TierError
 
 __all__ = ["RankWorker", "WorkerTier"]
 
@@ -39,6 +42,8 @@ _log = logging.getLogger(__name__)
 
 MAX_EVENTS_PER_REPORT = 512
 """Keeps the scheduler's work per report, a few microseconds an event, below 2 ms."""
+DEVICE_STAGING_BYTES = 64 << 20
+"""Device memory for pages on their way, see `OffloadConfig.device_staging_bytes`."""
 MAX_FAILURE_KINDS = 32
 """Of each tier in a report: many more than a tier has words for, unless it puts names or numbers into them."""
 OTHER_FAILURES = "other"
@@ -78,8 +83,12 @@ class RankWorker:
         tiers: the I/O tiers.
         rank: this worker's number in reports.
         verify: prove each chunk that was read by its checksum before it is used.
+        device_copy, device_staging_bytes: see `OffloadConfig`.
         device: streams and events; chosen by the layout's device if None.
         clock: seconds, monotonic.
+
+    Raises:
+        ConfigError: the way of copying that was asked for cannot be had.
     """
 
     def __init__(
@@ -92,6 +101,8 @@ class RankWorker:
         blocks_per_chunk: int,
         rank: int = 0,
         verify: bool = True,
+        device_copy: CopySetting = "auto",
+        device_staging_bytes: int = DEVICE_STAGING_BYTES,
         device: Device | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -102,7 +113,20 @@ class RankWorker:
         self._tiers = {tier.position: tier for tier in tiers}
         # Before any thread starts: a layout that cannot be copied leaves none behind.
         plan = CopyPlan(layout.paged, blocks_per_chunk)
-        copier = Copier(self._device, clock=clock)
+        try:
+            movers = open_movers(
+                plan,
+                self._device,
+                setting=device_copy,
+                staging_bytes=device_staging_bytes,
+                scratch=region.tensor(0)[fmt.header_bytes : fmt.file_bytes],
+                clock=clock,
+            )
+        except DeviceCopyError as error:
+            raise ConfigError(f"device_copy {device_copy!r}: {error}") from error
+        self.copy_choices = movers.choices
+        """How stores and loads are copied, and what was measured."""
+        copier = Copier(self._device, movers.out, movers.into, clock=clock)
         self._queues: Mapping[int, IoQueue] = {
             tier.position: IoQueue(
                 tier.tier.name,
@@ -114,7 +138,6 @@ class RankWorker:
             for tier in tiers
         }
         self._shared = Shared(
-            plan=plan,
             fmt=fmt,
             region=region,
             copier=copier,
@@ -124,6 +147,7 @@ class RankWorker:
             clock=clock,
         )
         self._copier = copier
+        self._watches: dict[int, LayerWatch] = {}
         self._by_job: dict[int, dict[int, StoreTransfer | LoadTransfer]] = {}
         self._deadlines: list[tuple[float, int, LoadTransfer]] = []
         self._sequence = 0
@@ -144,12 +168,7 @@ class RankWorker:
                         self._start(order.job_id, StoreTransfer(self._shared, order.job_id, store, ready))
                 case LoadOrder():
                     ready = ready or self._device.compute_event()
-                    deadline_s = self._clock() + order.deadline_s
-                    for load in order.parts:
-                        transfer = LoadTransfer(self._shared, order.job_id, load, ready, deadline_s)
-                        self._sequence += 1
-                        heapq.heappush(self._deadlines, (deadline_s, self._sequence, transfer))
-                        self._start(order.job_id, transfer)
+                    self._load(order, ready)
 
     def collect(self) -> RankReport:
         """What happened since the last call; loads past their deadline and stores that waited too long end here."""
@@ -230,9 +249,32 @@ class RankWorker:
             self._region.close()
         return left
 
+    def watch_layers(self, job_id: int, watch: LayerWatch) -> None:
+        """Copy the loads of a job layer by layer and tell `watch`; called before the job's first order."""
+        self._watches[job_id] = watch
+
+    def unwatch_layers(self, job_id: int) -> None:
+        """The job is over."""
+        self._watches.pop(job_id, None)
+
+    def compute_wait(self, events: Iterable[Event]) -> None:
+        """What the engine queues on its stream from now on starts after `events`."""
+        for event in events:
+            self._device.compute_wait(event)
+
     @property
     def region(self) -> PinnedRegion:
         return self._region
+
+    def _load(self, order: LoadOrder, ready: Event) -> None:
+        deadline_s = self._clock() + order.deadline_s
+        watch = self._watches.get(order.job_id)
+        cohort = None if watch is None else Cohort(self._copier, len(order.parts))
+        for load in order.parts:
+            transfer = LoadTransfer(self._shared, order.job_id, load, ready, deadline_s, watch=watch, cohort=cohort)
+            self._sequence += 1
+            heapq.heappush(self._deadlines, (deadline_s, self._sequence, transfer))
+            self._start(order.job_id, transfer)
 
     def _start(self, job_id: int, transfer: StoreTransfer | LoadTransfer) -> None:
         self._by_job.setdefault(job_id, {})[transfer.part] = transfer

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from kvsluice.kernels.host_copy import HostCopy
 from kvsluice.kernels.paged import PagedTensor, may_overlap_itself
-from kvsluice.kernels.torch_copy import CopyPlan, gather, scatter
+from kvsluice.kernels.plan import CopyPlan
 
-__all__ = ["CopyPlan", "PagedTensor", "gather", "may_overlap_itself", "scatter"]
+__all__ = ["CopyPlan", "HostCopy", "PagedTensor", "may_overlap_itself"]

@@ -10,6 +10,7 @@ from typing import Annotated, Final
 import typer
 
 from kvsluice.connector.cli.calibrate import calibrate
+from kvsluice.connector.cli.doctor import doctor
 from kvsluice.connector.cli.output import STOPS, say_error, terminated_as_exit
 from kvsluice.connector.cli.replay import replay
 from kvsluice.tiers.errors import ConfigError, LayoutError, SluiceError
@@ -26,6 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("calibrate")(calibrate)
+app.command("doctor")(doctor)
 app.command("replay")(replay)
 
 

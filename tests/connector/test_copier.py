@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator, Sequence
 
 import pytest
-from bench import blocks_of, one
-from doubles import FakeDevice, PickledConnector, check_order, until
+from bench import WIDTH, Cache, blocks_of, one
+from doubles import PickledConnector, until
+from fake_device import OPERATION_S, FakeDevice
 
 from kvsluice.connector import transfers, worker
-from kvsluice.connector.copier import Claim, Copier, CopyTask
-from kvsluice.kernels import CopyPlan
+from kvsluice.connector.copier import Claim, Copier
+from kvsluice.kernels import CopyPlan, HostCopy
+from kvsluice.kernels.device import Device, Event
+from kvsluice.kernels.movers import ChunkCopy, CopyDirect, Mover, OnTensor, Submission
 from kvsluice.tiers import reasons
 
 WAIT_S = 20.0
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    device = FakeDevice()
-    device.take_over(monkeypatch)
-    return device
+def recorder(cache: Cache) -> FakeDevice:
+    """Without the check on the way out: for tests of a broken order."""
+    return FakeDevice(CopyPlan(cache.layout.paged, WIDTH))
+
+
+@pytest.fixture
+def device(recorder: FakeDevice) -> Iterator[FakeDevice]:
+    yield recorder
+    recorder.check()
 
 
 def settle(device: FakeDevice, connector: PickledConnector) -> None:
@@ -35,64 +44,87 @@ def settle(device: FakeDevice, connector: PickledConnector) -> None:
 
 def test_every_copy_waits_for_the_engine_and_is_timed_by_events_around_it(bench, device, keys):
     connector = bench.connect("host", "fs", device=device)
+    device.engine_writes(blocks_of(0, 1, 2))
     stored = connector.store(keys[:3], blocks_of(0, 1, 2))
     settle(device, connector)
+    device.engine_reads(blocks_of(5, 6))
     loaded = connector.load(keys[:2], blocks_of(5, 6))
     settle(device, connector)
     results = {result.job_id: result for result in connector.poll()}
-    assert results[stored].copy_s == 3 * 0.25
-    assert results[loaded].copy_s == 2 * 0.25
-    assert check_order(device.log) == 5
+    assert results[stored].copy_s == 3 * OPERATION_S
+    assert results[loaded].copy_s == 2 * OPERATION_S
+    assert directions(device) == ["out"] * 3 + ["in"] * 2
+    device.check()
+
+
+def directions(device: FakeDevice) -> list[str]:
+    """Of the copies that were queued, in their order."""
+    return [operation.direction for _, operation in device.submitted if isinstance(operation, CopyDirect)]
+
+
+class _Eager:
+    """A mover that waits for nothing: what must never happen."""
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+        self.name = mover.name
+        self.max_chunks = mover.max_chunks
+
+    def submit(
+        self, ready: Sequence[Event], copies: Sequence[ChunkCopy], on_tensor: OnTensor | None = None
+    ) -> Submission:
+        return self._mover.submit([], copies, on_tensor)
 
 
 class EagerCopier(Copier):
-    """Copies first and waits afterwards: what must never happen."""
-
-    def _issue(self, task: CopyTask) -> None:
-        stream = self._out if task.is_store else self._in
-        task.claim.take()
-        with stream.use():
-            start = stream.record()
-            task.copy()
-            stream.wait(task.ready)
-            end = stream.record()
-        self._flying.append((task, start, end, None))
+    def __init__(self, device: Device, out: Mover, into: Mover, **options: object) -> None:
+        super().__init__(device, _Eager(out), _Eager(into), **options)
 
 
-def test_the_order_checker_fails_on_a_copier_that_does_not_wait(bench, device, keys, monkeypatch):
+@pytest.mark.parametrize("kind", ["store", "load"])
+def test_a_copier_that_does_not_wait_for_the_engine_is_found(bench, recorder, keys, monkeypatch, kind):
     monkeypatch.setattr(worker, "Copier", EagerCopier)
-    connector = bench.connect("host", device=device)
-    connector.store(keys[:1], blocks_of(0))
-    settle(device, connector)
-    with pytest.raises(AssertionError, match="stream out"):
-        check_order(device.log)
+    connector = bench.connect("host", device=recorder)
+    if kind == "load":
+        connector.store(keys[:1], blocks_of(0))
+        settle(recorder, connector)
+        recorder.engine_reads(blocks_of(5))
+        connector.load(keys[:1], blocks_of(5))
+    else:
+        recorder.engine_writes(blocks_of(0))
+        connector.store(keys[:1], blocks_of(0))
+    settle(recorder, connector)
+    with pytest.raises(AssertionError, match=r"Engine.* on compute\) and CopyDirect .* are not ordered"):
+        recorder.check()
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["ours", "eager"])
 def test_a_store_keeps_what_the_engine_writes_late_unless_the_copier_is_broken(
-    bench, device, cache, keys, monkeypatch, eager
+    bench, recorder, cache, keys, monkeypatch, eager
 ):
     if eager:
         monkeypatch.setattr(worker, "Copier", EagerCopier)
-    connector = bench.connect("host", device=device)
+    connector = bench.connect("host", device=recorder)
     tensor = cache.tensors["model.layers.0"]
-    late = tensor[:2].clone() + 1.0
-    device.compute.push("write", lambda: tensor[:2].copy_(late))
+    recorder.engine_writes(blocks_of(0))
+    late = recorder.engine_reads(blocks_of(0))
     connector.store(keys[:1], blocks_of(0))
-    until(connector.poll, lambda: device.queued_copies() == 1)
-    device.streams[0].run()
-    settle(device, connector)
+    until(connector.poll, lambda: recorder.queued_copies() == 1)
+    recorder.run(only=["out"])
+    settle(recorder, connector)
     connector.load(keys[:1], blocks_of(5))
-    settle(device, connector)
-    assert bool((tensor[10:12] == late).all()) is not eager
+    settle(recorder, connector)
+    assert tensor[10:12].view_as(tensor[0:2]).equal(tensor[0:2]) is not eager
+    assert late.seen[0].equal(recorder.plan.paged[0].tensor[0:2])
 
 
 def test_blocks_are_released_when_the_end_event_has_passed_and_not_before(bench, device, keys):
     connector = bench.connect("host", "fs", device=device)
     job = connector.store(keys[:2], blocks_of(0, 1))
     until(connector.poll, lambda: device.queued_copies() == 2)
-    queries = [event for event in device.events if event.name.startswith("out-")]
-    until(connector.poll, lambda: all(event.queries > 1 for event in queries[1::2]))
+    ends = [event for event in device.events if event.stream == "out"][1::2]
+    # The second's is not asked for while the first's has not passed.
+    until(connector.poll, lambda: ends[0].queries > 1)
     assert connector.poll_released() == []
     assert connector.lookup(keys[:1]).held == 0
     assert not bench.tiers["fs"].images, "nothing is written from a slot that is not whole"
@@ -219,46 +251,39 @@ def test_loads_are_copied_before_stores_that_wait(bench, device, keys, monkeypat
     entered, go = threading.Event(), threading.Event()
     real = transfers.StoreTransfer.prepare
 
-    def slow(transfer: transfers.StoreTransfer) -> None:
+    def slow(transfer: transfers.StoreTransfer) -> ChunkCopy:
         entered.set()
         assert go.wait(WAIT_S)
-        real(transfer)
+        return real(transfer)
 
     monkeypatch.setattr(transfers.StoreTransfer, "prepare", slow)
     connector.store(keys[1:3], blocks_of(1, 2))
     assert entered.wait(WAIT_S)
     connector.load(keys[:1], blocks_of(5))
-    before = len(device.log)
+    before = len(directions(device))
     go.set()
     settle(device, connector)
-    copies = [what for what, *_ in device.log[before:] if what in ("gather", "scatter")]
-    assert copies == ["gather", "scatter", "gather"]
+    assert directions(device)[before:] == ["out", "in", "out"]
 
 
 # ---- failures ----------------------------------------------------------------------------------
 
 
 def test_a_copy_that_raises_fails_its_chunk_alone_and_the_thread_lives_on(bench, keys, monkeypatch, caplog):
-    real = CopyPlan.gather
-    monkeypatch.setattr(CopyPlan, "gather", lambda *args: (_ for _ in ()).throw(RuntimeError("device says no")))
+    real = HostCopy.gather
+    monkeypatch.setattr(HostCopy, "gather", lambda *args: (_ for _ in ()).throw(RuntimeError("device says no")))
     connector = bench.connect("host", "fs")
     failed = connector.store(keys[:1], blocks_of(0))
     assert one(connector.wait([failed], WAIT_S)).failed == {keys[0]: reasons.INTERNAL}
     assert "device says no" in caplog.text
     assert failed in connector.poll_released()
     assert connector.stats().tiers["host"].failed == {reasons.INTERNAL: 1}
-    monkeypatch.setattr(CopyPlan, "gather", real)
+    monkeypatch.setattr(HostCopy, "gather", real)
     assert not one(connector.wait([connector.store(keys[:1], blocks_of(0))], WAIT_S)).failed
 
 
-def test_a_copy_that_fails_half_way_holds_its_blocks_until_the_device_has_passed_it(bench, device, keys, monkeypatch):
-    queue_copy = CopyPlan.gather
-
-    def half_way(*args: object) -> None:
-        queue_copy(*args)
-        raise RuntimeError("the second kernel did not launch")
-
-    monkeypatch.setattr(CopyPlan, "gather", half_way)
+def test_a_copy_that_fails_half_way_holds_its_blocks_until_the_device_has_passed_it(bench, device, keys):
+    device.fail("submit", 0, RuntimeError("the second kernel did not launch"), queued=True)
     connector = bench.connect("host", device=device)
     job = connector.store(keys[:1], blocks_of(0))
     until(connector.poll, lambda: device.queued_copies() == 1)
@@ -298,9 +323,12 @@ def test_copies_that_never_started_are_shed_at_close(bench, device, keys, monkey
     connector = bench.connect("host", device=device)
     entered, go = threading.Event(), threading.Event()
 
-    def slow(transfer: transfers.StoreTransfer) -> None:
+    real = transfers.StoreTransfer.prepare
+
+    def slow(transfer: transfers.StoreTransfer) -> ChunkCopy:
         entered.set()
         assert go.wait(WAIT_S)
+        return real(transfer)
 
     monkeypatch.setattr(transfers.StoreTransfer, "prepare", slow)
     connector.store(keys[:1], blocks_of(0))

@@ -14,7 +14,7 @@ from doubles import Clock, PickledConnector, until
 from kvsluice.connector import Lookup
 from kvsluice.connector.index import UNKNOWN_TTL_S
 from kvsluice.connector.worker import MAX_FAILURE_KINDS
-from kvsluice.kernels import CopyPlan
+from kvsluice.kernels import HostCopy
 from kvsluice.tiers import ChunkDamagedError, ChunkMissingError, ClosedError, TierUnavailableError, reasons
 from kvsluice.tiers.chunk_file import stored_key
 
@@ -210,10 +210,10 @@ def test_a_read_that_fails_teaches_nothing_to_the_gate_of_the_tier_that_was_to_b
 
 
 def test_a_device_copy_that_fails_teaches_nothing_to_the_gates_of_the_tiers_behind_it(bench, keys, monkeypatch):
-    def fail(plan: CopyPlan, block_ids: object, flat: object) -> None:
+    def fail(copy: HostCopy, block_ids: object, out: object, tensors: object) -> None:
         raise RuntimeError("the device is lost")
 
-    monkeypatch.setattr(CopyPlan, "gather", fail)
+    monkeypatch.setattr(HostCopy, "gather", fail)
     connector = bench.connect("fs", backpressure={})
     result = one(connector.wait([connector.store(keys[:1], blocks_of(0))], WAIT_S))
     assert result.failed == {keys[0]: reasons.INTERNAL}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from kvsluice.connector.layout import DTYPE_CODES, KVLayout
-from kvsluice.kernels import CopyPlan
+from kvsluice.kernels import CopyPlan, HostCopy
 from kvsluice.tiers.chunk_file import DTYPE_BYTES
 from kvsluice.tiers.errors import LayoutError, SluiceError
 
@@ -128,7 +128,7 @@ def test_a_chunk_holds_the_blocks_as_logical_indexing_finds_them_and_scatters_in
     specs = layout.chunk_tensors(len(source_ids))
     out = torch.empty(layout.block_bytes * len(source_ids), dtype=torch.uint8)
     assert sum(spec.num_bytes for spec in specs) == out.numel()
-    CopyPlan(layout.paged, len(source_ids)).gather(source_ids, out)
+    HostCopy(CopyPlan(layout.paged, len(source_ids))).gather(source_ids, out)
     layers = [(family, view) for family, storage in zip(drawn, sources, strict=True) for view in family.views(storage)]
     offset = 0
     for spec, (family, view) in zip(specs, layers, strict=True):
@@ -143,7 +143,7 @@ def test_a_chunk_holds_the_blocks_as_logical_indexing_finds_them_and_scatters_in
         for here, there in zip(family.views(source), family.views(target), strict=True):
             for read, written in zip(family.blocks(here, source_ids), family.blocks(there, target_ids), strict=True):
                 written.copy_(read)
-    CopyPlan(target_layout.paged, len(target_ids)).scatter(target_ids, out)
+    HostCopy(CopyPlan(target_layout.paged, len(target_ids))).scatter(target_ids, out)
     for target, want in zip(targets, wanted, strict=True):
         assert torch.equal(as_integers(target), as_integers(want))
 
@@ -177,7 +177,7 @@ def test_a_chunk_opens_as_safetensors_with_the_engines_values() -> None:
     cache = torch.randn(6, 4, 8).to(torch.bfloat16)
     layout = KVLayout.from_tensors({"a": cache}, 4)
     out = torch.empty(layout.block_bytes * 2, dtype=torch.uint8)
-    CopyPlan(layout.paged, 2).gather([5, 1], out)
+    HostCopy(CopyPlan(layout.paged, 2)).gather([5, 1], out)
     (spec,) = layout.chunk_tensors(2)
     header = {spec.name: {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [0, spec.num_bytes]}}
     text = json.dumps(header).encode()
@@ -220,7 +220,7 @@ def test_smaller_kernel_blocks_are_consecutive_rows_of_one_block() -> None:
     assert layout.num_blocks == 4
     assert [spec.shape for spec in layout.chunk_tensors(2)] == [(6, 1), (2, 5)]
     out = torch.empty(layout.block_bytes * 2, dtype=torch.uint8)
-    CopyPlan(layout.paged, 2).gather([3, 0], out)
+    HostCopy(CopyPlan(layout.paged, 2)).gather([3, 0], out)
     assert out[:6].tolist() == [9, 10, 11, 0, 1, 2]
 
 

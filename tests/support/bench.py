@@ -12,7 +12,7 @@ import torch
 from doubles import MemoryTier, PickledConnector
 
 from kvsluice.connector import KVLayout, OffloadConfig, TransferResult, ladder
-from kvsluice.connector.device import Device
+from kvsluice.kernels.device import Device
 from kvsluice.tiers import Tier
 
 WIDTH = 2

@@ -1,21 +1,16 @@
-"""Stand-ins that do what a test tells them: a tier, a device, a clock; and the pickled connector."""
+"""Stand-ins that do what a test tells them: a tier, a clock; and the pickled connector."""
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar
 
-import pytest
-
 from kvsluice.connector import OffloadConnector
-from kvsluice.connector.device import Event
 from kvsluice.connector.orders import Order, RankReport
-from kvsluice.kernels import CopyPlan
 from kvsluice.tiers import ChunkDamagedError, ChunkMissingError, Tier, reasons
 from kvsluice.tiers.base import TierUsage
 
@@ -188,141 +183,6 @@ class MemoryTier(Tier):
 
     def close(self) -> None:
         self.closed += 1
-
-
-class FakeEvent:
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.passed = False
-        self.queries = 0
-        self.error: Exception | None = None
-
-    def query(self) -> bool:
-        self.queries += 1
-        if self.error is not None:
-            raise self.error
-        return self.passed
-
-    def seconds_since(self, start: Event) -> float:
-        assert isinstance(start, FakeEvent)
-        assert start.passed, "a time was read before the start event had passed"
-        assert self.passed, "a time was read before the end event had passed"
-        return 0.25
-
-
-class FakeStream:
-    """Ordered work that runs when the device is told to go on."""
-
-    def __init__(self, device: FakeDevice, name: str) -> None:
-        self.name = name
-        self._device = device
-        self.queued: deque[tuple[str, FakeEvent | None, Callable[[], None]]] = deque()
-        self._recorded = 0
-
-    def push(self, what: str, work: Callable[[], None]) -> None:
-        self._device.log.append((what, self.name))
-        self.queued.append((what, None, work))
-
-    def wait(self, event: Event) -> None:
-        assert isinstance(event, FakeEvent)
-        self._device.log.append(("wait", self.name, event.name))
-        self.queued.append(("wait", event, lambda: None))
-
-    def record(self) -> FakeEvent:
-        self._recorded += 1
-        event = FakeEvent(f"{self.name}-{self._recorded}")
-        self._device.log.append(("record", self.name, event.name))
-        self._device.events.append(event)
-        self.queued.append(("record", event, lambda: None))
-        return event
-
-    @contextlib.contextmanager
-    def use(self) -> Iterator[None]:
-        self._device.current.stream = self
-        try:
-            yield
-        finally:
-            self._device.current.stream = None
-
-    def run(self) -> bool:
-        """Do what can be done; whether that was anything."""
-        moved = False
-        while self.queued:
-            what, event, work = self.queued[0]
-            if what == "wait" and event is not None and not event.passed:
-                return moved
-            work()
-            if what == "record" and event is not None:
-                event.passed = True
-            self.queued.popleft()
-            moved = True
-        return moved
-
-
-class FakeDevice:
-    """A device whose work happens in `run`: the engine's stream `compute`, ours `out` and `in`.
-
-    `take_over` makes the copy kernels queue their copies on the current stream instead of making them.
-    """
-
-    def __init__(self) -> None:
-        self.log: list[tuple[str, ...]] = []
-        self.events: list[FakeEvent] = []
-        self.current = threading.local()
-        self.compute = FakeStream(self, "compute")
-        self.streams: list[FakeStream] = []
-        self.lost = False
-
-    def take_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in ("gather", "scatter"):
-            monkeypatch.setattr(CopyPlan, name, self._deferred(name, getattr(CopyPlan, name)))
-
-    def _deferred(self, name: str, real: Callable[..., None]) -> Callable[..., None]:
-        def queue(plan: CopyPlan, block_ids: Sequence[int], flat: object) -> None:
-            stream = getattr(self.current, "stream", None)
-            assert stream is not None, f"{name} was called outside of a stream"
-            stream.push(name, lambda: real(plan, block_ids, flat))
-
-        return queue
-
-    def compute_event(self) -> FakeEvent:
-        return self.compute.record()
-
-    def new_stream(self) -> FakeStream:
-        stream = FakeStream(self, ("out", "in")[len(self.streams)])
-        self.streams.append(stream)
-        return stream
-
-    def run(self) -> None:
-        """Let every stream go on as far as it can."""
-        moved = True
-        while moved:
-            moved = False
-            for stream in (self.compute, *self.streams):
-                moved = stream.run() or moved
-
-    def queued_copies(self) -> int:
-        return sum(what in ("gather", "scatter") for stream in self.streams for what, _, _ in list(stream.queued))
-
-
-def check_order(log: Iterable[tuple[str, ...]]) -> int:
-    """How many copies there were.
-
-    Raises:
-        AssertionError: one that does not stand on its stream as wait for compute, record, copy, record.
-    """
-    per_stream: defaultdict[str, list[tuple[str, ...]]] = defaultdict(list)
-    for entry in log:
-        per_stream[entry[1]].append(entry)
-    copies = 0
-    for name, kind in (("out", "gather"), ("in", "scatter")):
-        steps = per_stream[name]
-        for at in range(0, len(steps), 4):
-            four = [step[0] for step in steps[at : at + 4]]
-            assert four == ["wait", "record", kind, "record"], f"stream {name}: {four}"
-            assert steps[at][2].startswith("compute-"), f"stream {name} waits for {steps[at][2]}"
-            copies += 1
-    return copies
 
 
 def until(step: Callable[[], object], done: Callable[[], bool]) -> None:

@@ -1,36 +1,42 @@
-"""Streams and events of the device that holds the KV cache, and their CPU twin.
+"""Streams, events and the work on them: one interface for CUDA, for the CPU and for tests.
 
-The copier is written against these few calls, so that one code path serves both and a test can put
-a recording device in their place.
+Whatever copies is written against these few calls, so that one code path serves every device, and a
+test can put a device in their place that records who waited for whom.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 
-__all__ = ["CpuDevice", "CudaDevice", "Device", "Event", "Stream", "device_for"]
+__all__ = ["CpuDevice", "CudaDevice", "Device", "Event", "Operation", "Stream", "device_for"]
 
 
 class Event(Protocol):
     """A point in a stream's work."""
 
     def query(self) -> bool:
-        """Whether the stream has passed it."""
+        """Whether the stream has passed it. Raises what the device failed with since, where it did."""
         ...
 
     def seconds_since(self, start: Event) -> float:
-        """Time between two passed events of one stream."""
+        """Device time from `start` to this; both have passed, on streams of one device."""
+        ...
+
+
+class Operation(Protocol):
+    """One piece of device work: a kernel, a copy. What it reads and writes stands in its fields."""
+
+    def run(self) -> None:
+        """Put it on the calling thread's current stream; on the CPU, do it."""
         ...
 
 
 class Stream(Protocol):
-    """An ordered queue of device work."""
+    """An ordered queue of device work. Used by one thread at a time."""
 
     def wait(self, event: Event) -> None:
         """What is queued from now on starts after `event`; does not block the caller."""
@@ -40,8 +46,8 @@ class Stream(Protocol):
         """An event behind all that is queued so far."""
         ...
 
-    def use(self) -> AbstractContextManager[object]:
-        """While open, device work of this thread goes to this stream."""
+    def submit(self, operation: Operation) -> None:
+        """Queue `operation`. Raises what launching it raises."""
         ...
 
 
@@ -52,7 +58,17 @@ class Device(Protocol):
         """An event behind all that the engine has queued on its current stream; called on its thread."""
         ...
 
-    def new_stream(self) -> Stream: ...
+    def compute_wait(self, event: Event) -> None:
+        """What the engine queues on its current stream from now on starts after `event`; called on its thread."""
+        ...
+
+    def new_stream(self, name: str) -> Stream:
+        """A stream of our own; `name` says what it is for."""
+        ...
+
+    def bind_thread(self) -> None:
+        """Called once on each thread that queues work, before it does."""
+        ...
 
 
 class _CpuEvent:
@@ -81,8 +97,8 @@ class _CpuStream:
     def record(self) -> Event:
         return _CpuEvent(self._clock())
 
-    def use(self) -> AbstractContextManager[object]:
-        return contextlib.nullcontext()
+    def submit(self, operation: Operation) -> None:
+        operation.run()
 
 
 class CpuDevice:
@@ -94,8 +110,14 @@ class CpuDevice:
     def compute_event(self) -> Event:
         return _CpuEvent(self._clock())
 
-    def new_stream(self) -> Stream:
+    def compute_wait(self, event: Event) -> None:
+        """Nothing to wait for: an event that exists has passed."""
+
+    def new_stream(self, name: str) -> Stream:
         return _CpuStream(self._clock)
+
+    def bind_thread(self) -> None:
+        """Nothing to bind."""
 
 
 class _CudaEvent:
@@ -124,8 +146,9 @@ class _CudaStream:
     def record(self) -> Event:
         return _CudaEvent(self._stream)
 
-    def use(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream)
+    def submit(self, operation: Operation) -> None:
+        with torch.cuda.stream(self._stream):
+            operation.run()
 
 
 class CudaDevice:
@@ -137,8 +160,17 @@ class CudaDevice:
     def compute_event(self) -> Event:
         return _CudaEvent(torch.cuda.current_stream(self._device))
 
-    def new_stream(self) -> Stream:
+    def compute_wait(self, event: Event) -> None:
+        assert isinstance(event, _CudaEvent)
+        torch.cuda.current_stream(self._device).wait_event(event.event)
+
+    def new_stream(self, name: str) -> Stream:
         return _CudaStream(self._device)
+
+    def bind_thread(self) -> None:
+        """A thread starts on device 0 whatever its process uses, and without a context for the driver's own calls."""
+        torch.cuda.set_device(self._device)
+        torch.cuda.current_stream(self._device).query()
 
 
 def device_for(device: torch.device, clock: Callable[[], float] = time.monotonic) -> Device:
