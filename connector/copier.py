@@ -11,14 +11,17 @@ when its end event has passed. The code is the same.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from kvsluice.kernels.device import Device, Event
@@ -38,6 +41,13 @@ _POLL_S = 0.0002
 MAX_FLYING = 2
 """Submissions of one direction in the device's hands: the second keeps the link busy while the first is reaped.
 What comes meanwhile waits here, where it can be revoked, and goes out together."""
+
+
+_EXIT_S = 1.0
+"""What a copier that nobody closed gets when the interpreter ends."""
+
+_ABANDONED: list[Copier] = []
+"""Copiers whose copies the device had not finished when they were closed, for the life of the process."""
 
 
 class Claim:
@@ -117,6 +127,9 @@ class Copier:
         device: the movers' device.
         out, into: move chunks to slots and to blocks; the copier's thread alone uses them.
         clock: seconds, monotonic.
+
+    Raises:
+        Exception: what the device raised when the thread was bound to it.
     """
 
     def __init__(self, device: Device, out: Mover, into: Mover, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -129,8 +142,17 @@ class Copier:
         self._live: dict[int, CopyTask] = {}
         self._progress = threading.Condition()
         self._closing = False
+        self._bound = threading.Event()
+        self._unbound: Exception | None = None
+        self._abandoned = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="kvsluice-copy", daemon=True)
         self._thread.start()
+        self._bound.wait()
+        if self._unbound is not None:
+            raise self._unbound
+        # A thread that is inside torch when the interpreter goes may take the process down with it.
+        self._at_exit = partial(_stop, weakref.ref(self))
+        atexit.register(self._at_exit)
 
     def put(self, tasks: Iterable[CopyTask]) -> None:
         """Queue copies. Never blocks."""
@@ -172,11 +194,22 @@ class Copier:
         """Finish what is queued, then stop; the thread's name where it hangs past `end_s`."""
         while self._live and self._clock() < end_s and self._thread.is_alive():
             time.sleep(0.001)
+        atexit.unregister(self._at_exit)
+        self._stop(max(JOIN_S, end_s - self._clock()))
+        if not (self._thread.is_alive() or self._out.flying or self._in.flying):
+            return []
+        # What flies past the end is still in the device's hands, whether or not the thread has gone: what it reads
+        # and writes, the staging memory and the region among it, must not become somebody else's.
+        _ABANDONED.append(self)
+        return [self._thread.name]
+
+    def _stop(self, timeout_s: float) -> None:
+        """Issue nothing more, and end the thread when nothing flies, at the latest after `timeout_s` and a little."""
         self._closing = True
         self._wake.put(False)
-        self._thread.join(max(JOIN_S, end_s - self._clock()))
-        # What flies past the end is still in the device's hands, whether or not the thread has gone.
-        return [self._thread.name] if self._thread.is_alive() or self._out.flying or self._in.flying else []
+        self._thread.join(timeout_s)
+        self._abandoned.set()
+        self._thread.join(JOIN_S)
 
     def shed(self) -> None:
         """After `close`: revoke what was put and never started."""
@@ -188,7 +221,13 @@ class Copier:
                     task.on_revoked()
 
     def _serve(self) -> None:
-        self._device.bind_thread()
+        try:
+            self._device.bind_thread()
+        except Exception as error:  # noqa: BLE001 - torch raises what it likes; whoever made the copier is told
+            self._unbound = error
+            return
+        finally:
+            self._bound.set()
         while not self._closing:
             # What waits here has had its token: it goes out when something comes back, whoever else asks.
             busy = any(direction.waiting or direction.flying for direction in (self._in, self._out))
@@ -198,6 +237,8 @@ class Copier:
             while moved and not self._closing:
                 moved = self._issue_next()
                 moved = self._reap() or moved
+            self._reap()
+        while (self._out.flying or self._in.flying) and not self._abandoned.wait(_POLL_S):
             self._reap()
 
     def _issue_next(self) -> bool:
@@ -303,6 +344,13 @@ class Copier:
         with self._progress:
             del self._live[id(task)]
             self._progress.notify_all()
+
+
+def _stop(of: weakref.ref[Copier]) -> None:
+    """At the interpreter's end: what is in the device's hands gets a moment to come home."""
+    copier = of()
+    if copier is not None:
+        copier._stop(_EXIT_S)  # noqa: SLF001 - its own module
 
 
 def _pop(waiting: deque[_Lot]) -> _Lot | None:

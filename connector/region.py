@@ -186,7 +186,8 @@ class PinnedRegion:
         self._touched = bytearray(num_slots)
         self._mapping = _map(num_slots, slot_bytes)
         self._view = memoryview(self._mapping)
-        self._tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        with torch.inference_mode(False):  # what is made in inference mode could not be written on other threads
+            self._tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)
         if device.type != "cuda":
             return
         try:

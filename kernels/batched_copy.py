@@ -92,7 +92,7 @@ class BatchedCopy:
         pages, places, sizes = [], [], []
         for table, dense in parts:
             spans = spans_of(block_ids, skip_blocks, merge=dense)
-            first, place, count = torch.tensor(spans, dtype=torch.int64).unbind(1)
+            first, place, count = torch.tensor(spans, dtype=torch.int64, device="cpu").unbind(1)
             pages.append((table.address + first * table.block_stride).flatten())
             places.append((table.offset + place * table.block_bytes + flat.data_ptr()).flatten())
             sizes.append((table.run_bytes * count).flatten())
@@ -161,7 +161,7 @@ def _table(planes: Sequence[Plane]) -> _Table:
         for plane in planes
         for run, run_offset in enumerate(plane.run_offsets)
     ]
-    return _Table(*torch.tensor(rows, dtype=torch.int64).unsqueeze(2).unbind(1))
+    return _Table(*torch.tensor(rows, dtype=torch.int64, device="cpu").unsqueeze(2).unbind(1))
 
 
 def _joined(tables: Sequence[_Table], dense: Sequence[bool], tensors: range) -> tuple[tuple[_Table, bool], ...]:

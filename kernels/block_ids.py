@@ -30,7 +30,7 @@ class BlockIds:
     def fill(self, block_ids: Sequence[Sequence[int]]) -> None:
         """Write ids to pinned memory; the device must have read what stood there."""
         self._count = len(block_ids)
-        self._host[: self._count] = torch.tensor(block_ids, dtype=torch.int64)
+        self._host[: self._count] = torch.tensor(block_ids, dtype=torch.int64, device="cpu")
 
     def fetch(self) -> None:
         """Queue the way to the device on the current stream."""
@@ -42,34 +42,42 @@ class BlockIds:
 
 
 class BlockIdsPool:
-    """Buffers for the ids of a submission each. As many as submissions are under way; used by one thread.
+    """Buffers for the ids of a submission each. As many as submissions are under way; used by one thread at a time.
+
+    Those that are made at first are allocated on the engine's thread and used behind its events. Those that it
+    takes later on are allocated on the current stream of the thread that takes them, which must be nobody
+    else's (see `Device.bind_thread`): torch hands memory that was freed on a stream out to that stream again
+    while work that uses it is still queued there.
 
     Args:
         num_blocks: ids of one chunk.
         device: where the kernels read them.
+        num_chunks: chunks that a buffer holds at least.
+        num_buffers: how many are made at first.
     """
 
-    def __init__(self, num_blocks: int, device: torch.device) -> None:
+    def __init__(self, num_blocks: int, device: torch.device, *, num_chunks: int = 16, num_buffers: int = 0) -> None:
         self._num_blocks = num_blocks
         self._device = device
-        self._free: list[BlockIds] = []
-        # torch hands memory that was freed on a stream out to that stream again while work that uses it is still
-        # queued there. Of a stream of its own, nobody else's work is left in it.
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._num_chunks = num_chunks
+        self._free = [self._new(num_chunks) for _ in range(num_buffers)]
 
     def take(self, block_ids: Sequence[Sequence[int]]) -> BlockIds:
         """A buffer that holds these ids; it belongs to the caller until `BlockIds.release`."""
-        for at, ids in enumerate(self._free):
+        for at, ids in reversed(list(enumerate(self._free))):
             if ids.capacity >= len(block_ids):
                 del self._free[at]
                 break
         else:
-            shape = (max(16, len(block_ids)), self._num_blocks)
-            host = torch.empty(shape, dtype=torch.int64, pin_memory=self._stream is not None)
-            with torch.cuda.stream(self._stream):
-                ids = BlockIds(self, host, torch.empty(shape, dtype=torch.int64, device=self._device))
+            ids = self._new(max(self._num_chunks, len(block_ids)))
         ids.fill(block_ids)
         return ids
+
+    def _new(self, num_chunks: int) -> BlockIds:
+        shape = (num_chunks, self._num_blocks)
+        with torch.inference_mode(False):  # what is made in inference mode cannot be written outside it
+            host = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=self._device.type == "cuda")
+            return BlockIds(self, host, torch.empty(shape, dtype=torch.int64, device=self._device))
 
     def put_back(self, ids: BlockIds) -> None:
         """Take a buffer back."""

@@ -18,6 +18,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
@@ -88,6 +89,11 @@ class Way:
 
 
 TORCH: Final = Way("torch", None)
+
+
+_ALL_WAYS: Final = (Way("batched"), *(Way("triton", programs) for programs in _PROGRAMS), TORCH)
+_ABANDONED: Final[list[object]] = []
+"""What a device had not given back when nobody waited any longer: kept for the life of the process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,23 +217,27 @@ def open_device_movers(
     Raises:
         DeviceCopyError: as in `open_movers`.
     """
-    directions: tuple[Direction, Direction] = ("out", "in")
-    opener = _Opener(device, staging_bytes // 2)
-    if setting == "auto":
-        choices = [_Trial(plan, device, opener, scratch, clock).choose(direction) for direction in directions]
-    else:
-        choices = [CopyChoice(direction, _named(setting)) for direction in directions]
-    movers, used_bytes = [], 0
-    for choice in choices:
-        mover = opener.open(plan, choice.way, choice.direction)
-        used_bytes += staging_bytes // 2 if isinstance(mover, StagedMover) else 0
-        movers.append(mover)
-    if setting == "auto":
-        del opener
-        # Scratch pages, and the staging of ways that were not chosen, are the engine's again.
-        torch.cuda.empty_cache()
+    on_device = torch.cuda.device(plan.device) if plan.device.type == "cuda" else nullcontext()
+    # The engine's thread gets its device back; and what an engine makes in inference mode could not be written on
+    # our threads, which are not in it.
+    with on_device, torch.inference_mode(False):
+        opener = _Opener(device, staging_bytes // 2, clock)
+        if setting == "auto":
+            choices = _Trial(plan, opener, scratch, clock).choose_both()
+        else:
+            choices = (CopyChoice("out", _named(setting)), CopyChoice("in", _named(setting)))
+            opener.prove(plan, choices[0].way, scratch)
+        movers, used_bytes = [], 0
+        for choice in choices:
+            mover = opener.open(plan, choice.way, choice.direction)
+            used_bytes += staging_bytes // 2 if isinstance(mover, StagedMover) else 0
+            movers.append(mover)
+        if setting == "auto":
+            del opener
+            # Scratch pages, and the staging of ways that were not chosen, are the engine's again.
+            torch.cuda.empty_cache()
     _log.info("device copies on %s: %s; %s; %d bytes of staging on the device", plan.device, *choices, used_bytes)
-    return Movers(movers[0], movers[1], (choices[0], choices[1]), used_bytes)
+    return Movers(movers[0], movers[1], choices, used_bytes)
 
 
 def _named(setting: CopySetting) -> Way:
@@ -257,12 +267,13 @@ def _host_movers(plan: CopyPlan, device: Device) -> Movers:
 
 
 class _Opener:
-    """Makes the mover of a way for a plan."""
+    """Makes the mover of a way for a plan, and moves chunks by it to see whether it works, and how fast."""
 
-    def __init__(self, device: Device, staging_bytes: int) -> None:
-        self._device = device
+    def __init__(self, device: Device, staging_bytes: int, clock: Callable[[], float]) -> None:
+        self.device = device
         self._staging_bytes = staging_bytes
         self._staging: dict[Direction, torch.Tensor] = {}
+        self._clock = clock
 
     def open(self, plan: CopyPlan, way: Way, direction: Direction) -> Mover:
         """The mover of `way`.
@@ -280,7 +291,7 @@ class _Opener:
                 kernel.compile(staging, into_pages=direction == "in")
             try:
                 return StagedMover(
-                    plan, kernel, self._device, direction, staging, name=way.name, max_chunks=max_chunks(plan)
+                    plan, kernel, self.device, direction, staging, name=way.name, max_chunks=max_chunks(plan)
                 )
             except ValueError:
                 if way.name == "triton":
@@ -290,6 +301,47 @@ class _Opener:
             # A page that exceeds the staging is a ValueError; the driver's and torch's errors are RuntimeErrors.
             raise DeviceCopyError(f"copying by {way}: {error}") from error
 
+    def prove(self, plan: CopyPlan, way: Way, scratch: torch.Tensor) -> None:
+        """Copy a chunk out of the engine's own pages, which may lie in memory that scratch pages do not lie in.
+
+        Nothing is copied into them: who knows what else writes there.
+
+        Raises:
+            DeviceCopyError: it did not work.
+        """
+        ids = tuple(block % plan.num_pool_blocks for block in range(plan.num_blocks))
+        self.rate(self.open(plan, way, "out"), ChunkCopy(ids, scratch[: plan.num_bytes]), 1)
+
+    def rate(self, mover: Mover, chunk: ChunkCopy, times: int) -> float:
+        """Bytes per second of device time over `chunk`, `times` times; the device is done with it on return.
+
+        Raises:
+            DeviceCopyError: it did not work, or took longer than anybody waits.
+        """
+        ready = (self.device.compute_event(),)
+        waiting: list[Submission] = []
+        done = 0
+        try:
+            while done < times and (not waiting or waiting[-1].error is None):
+                count = min(mover.max_chunks, times - done)
+                waiting.append(mover.submit(ready, [chunk] * count))
+                done += count
+            end_s = self._clock() + _PATIENCE_S
+            for submission in waiting:
+                while not submission.query():
+                    if self._clock() > end_s:
+                        # The device still has it: nothing that it reads or writes may become somebody else's.
+                        _ABANDONED.append((mover, chunk))
+                        raise DeviceCopyError(f"not done after {_PATIENCE_S} s")
+                    time.sleep(0)
+                submission.release()
+            if waiting[-1].error is not None:
+                raise waiting[-1].error
+            taken_s = waiting[-1].end.seconds_since(waiting[0].start)
+        except Exception as error:
+            raise DeviceCopyError(f"copying by {mover.name}: {error}") from error
+        return done * len(chunk.host) / max(taken_s, 1e-9)
+
     def _staging_for(self, device: torch.device, direction: Direction) -> torch.Tensor:
         """One area for all ways of a direction, of which one at a time is under way."""
         if direction not in self._staging:
@@ -297,51 +349,62 @@ class _Opener:
         return self._staging[direction]
 
     def _direct(self, copy: BatchedCopy | RunCopy, direction: Direction, way: Way) -> Mover:
-        return DirectMover(copy, self._device, direction, name=way.name, max_chunks=max_chunks(copy.plan))
+        return DirectMover(copy, self.device, direction, name=way.name, max_chunks=max_chunks(copy.plan))
 
 
 class _Trial:
-    """Every way on scratch pages of the plan's own sizes, side by side."""
+    """Every way on scratch pages of the plan's own sizes, side by side; the device is idle before and after."""
 
-    def __init__(
-        self,
-        plan: CopyPlan,
-        device: Device,
-        opener: _Opener,
-        scratch: torch.Tensor,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, plan: CopyPlan, opener: _Opener, scratch: torch.Tensor, clock: Callable[[], float]) -> None:
+        self._real = plan
         self._plan = scratch_plan(plan, _SCRATCH_BYTES)
         self._opener = opener
-        self._device = device
         self._clock = clock
-        self._host = scratch[: self._plan.num_bytes]
+        self._scratch = scratch
         source = random.Random(self._plan.num_bytes)
-        self._block_ids = tuple(source.sample(range(self._plan.num_pool_blocks), self._plan.num_blocks))
+        ids = tuple(source.sample(range(self._plan.num_pool_blocks), self._plan.num_blocks))
+        self._chunk = ChunkCopy(ids, scratch[: self._plan.num_bytes])
+        self._unusable: dict[Way, str] = {}
 
-    def choose(self, direction: Direction) -> CopyChoice:
-        """The way for one direction; the device is idle before and after."""
-        ways = [Way("batched"), *(Way("triton", programs) for programs in _PROGRAMS), TORCH]
+    def choose_both(self) -> tuple[CopyChoice, CopyChoice]:
+        """The ways for both directions.
+
+        Raises:
+            DeviceCopyError: none could be had.
+        """
+        for way in _ALL_WAYS:
+            self._prove(way)
+        return self._choose("out"), self._choose("in")
+
+    def _prove(self, way: Way) -> None:
+        try:
+            self._opener.prove(self._real, way, self._scratch)
+        except DeviceCopyError as error:
+            self._unusable[way] = str(error)
+
+    def _choose(self, direction: Direction) -> CopyChoice:
+        unusable = dict(self._unusable)
         movers: dict[Way, Mover] = {}
-        unusable: dict[Way, str] = {}
-        rates: dict[Way, list[float]] = {}
-        for way in ways:
-            mover = self._try(way, direction)
-            if isinstance(mover, str):
-                unusable[way] = mover
-            else:
-                movers[way] = mover
+        for way in _ALL_WAYS:
+            if way not in unusable:
+                mover = self._try(way, direction)
+                if isinstance(mover, str):
+                    unusable[way] = mover
+                else:
+                    movers[way] = mover
         plain = DirectMover(
-            PlainCopy(self._plan), self._device, direction, name="plain", max_chunks=max_chunks(self._plan)
+            PlainCopy(self._plan), self._opener.device, direction, name="plain", max_chunks=max_chunks(self._plan)
         )
-        plain_rates = []
+        times = min(_MOST_CHUNKS, max(2, _MEASURE_BYTES // self._plan.num_bytes))
+        plain_rates: list[float] = []
+        rates: dict[Way, list[float]] = {way: [] for way in movers}
         for _ in range(_ROUNDS):
-            plain_rates.append(self._rate(plain, self._times))
+            plain_rates.append(self._opener.rate(plain, self._chunk, times))
             for way, mover in movers.items():
-                rates.setdefault(way, []).append(self._rate(mover, self._times))
+                rates[way].append(self._opener.rate(mover, self._chunk, times))
         measured = tuple(
             WayMeasured(way, statistics.median(rates[way])) if way in rates else WayMeasured(way, None, unusable[way])
-            for way in ways
+            for way in _ALL_WAYS
         )
         return CopyChoice(direction, choose(measured), statistics.median(plain_rates), measured)
 
@@ -349,39 +412,7 @@ class _Trial:
         """The mover after its first chunk, or why it cannot be had."""
         try:
             mover = self._opener.open(self._plan, way, direction)
-            self._rate(mover, 1)
-        except RuntimeError as error:  # what torch raises where the device failed, and our own
+            self._opener.rate(mover, self._chunk, 1)
+        except DeviceCopyError as error:
             return str(error)
         return mover
-
-    @property
-    def _times(self) -> int:
-        return min(_MOST_CHUNKS, max(2, _MEASURE_BYTES // self._plan.num_bytes))
-
-    def _rate(self, mover: Mover, times: int) -> float:
-        """Bytes per second of device time over `times` chunks."""
-        first: Submission | None = None
-        last: Submission | None = None
-        done = 0
-        waiting: list[Submission] = []
-        while done < times:
-            count = min(mover.max_chunks, times - done)
-            chunk = ChunkCopy(self._block_ids, self._host)
-            last = mover.submit((), [chunk] * count)
-            first = first or last
-            waiting.append(last)
-            done += count
-            if last.error is not None:
-                break
-        end_s = self._clock() + _PATIENCE_S
-        for submission in waiting:
-            while not submission.query():
-                if self._clock() > end_s:
-                    raise DeviceCopyError(f"copying by {mover.name}: not done after {_PATIENCE_S} s")
-                time.sleep(0)
-            submission.release()
-        assert first is not None
-        assert last is not None
-        if last.error is not None:
-            raise DeviceCopyError(f"copying by {mover.name}: {last.error}") from last.error
-        return done * self._plan.num_bytes / max(last.end.seconds_since(first.start), 1e-9)

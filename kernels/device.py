@@ -6,13 +6,19 @@ test can put a device in their place that records who waited for whom.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
+from kvsluice.kernels.driver import DriverError, relax_stream_capture
+
 __all__ = ["CpuDevice", "CudaDevice", "Device", "Event", "Operation", "Stream", "device_for"]
+
+
+_log = logging.getLogger(__name__)
 
 
 class Event(Protocol):
@@ -63,12 +69,16 @@ class Device(Protocol):
         ...
 
     def new_stream(self, name: str) -> Stream:
-        """A stream of our own; `name` says what it is for."""
+        """A stream of our own; `name` says what it is for. Asked for the same name again, it may be the same stream."""
         ...
 
     def bind_thread(self) -> None:
-        """Called once on each thread that queues work, before it does."""
+        """Called once on each thread of our own that queues work, before it does. Raises what the device raises."""
         ...
+
+
+_URGENT = -1
+"""torch's number for CUDA's higher priority."""
 
 
 class _CpuEvent:
@@ -137,17 +147,20 @@ class _CudaEvent:
 
 class _CudaStream:
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch gives no types
+        # A kernel of ours takes a multiprocessor or two for microseconds. Were it no more urgent than the model's, it
+        # would start when nothing of the model's waits to start, and the link would stand still meanwhile. And
+        # torch deals its streams out of pools of 32, one for each priority: in this one an engine's own are not.
+        self.stream = torch.cuda.Stream(device, priority=_URGENT)  # type: ignore[no-untyped-call] # torch gives no types
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, _CudaEvent)
-        self._stream.wait_event(event.event)
+        self.stream.wait_event(event.event)
 
     def record(self) -> Event:
-        return _CudaEvent(self._stream)
+        return _CudaEvent(self.stream)
 
     def submit(self, operation: Operation) -> None:
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self.stream):
             operation.run()
 
 
@@ -156,6 +169,7 @@ class CudaDevice:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._streams: dict[str, _CudaStream] = {}
 
     def compute_event(self) -> Event:
         return _CudaEvent(torch.cuda.current_stream(self._device))
@@ -165,12 +179,26 @@ class CudaDevice:
         torch.cuda.current_stream(self._device).wait_event(event.event)
 
     def new_stream(self, name: str) -> Stream:
-        return _CudaStream(self._device)
+        """One stream for each name: a pool of torch's has 32, and the 33rd is the first one again."""
+        return self._stream(name)
 
     def bind_thread(self) -> None:
-        """A thread starts on device 0 whatever its process uses, and without a context for the driver's own calls."""
+        """See `Device.bind_thread`."""
+        # A thread starts on device 0 whatever its process uses, and without a context for the driver's own calls.
         torch.cuda.set_device(self._device)
+        # What this thread allocates must not come out of what the engine's stream is still at.
+        torch.cuda.set_stream(self._stream("thread").stream)
         torch.cuda.current_stream(self._device).query()
+        try:
+            # An engine that captures a graph meanwhile would lose it to the first event that is asked for here.
+            relax_stream_capture()
+        except DriverError as error:
+            _log.warning("an engine that captures CUDA graphs while copies run may fail to: %s", error)
+
+    def _stream(self, name: str) -> _CudaStream:
+        if name not in self._streams:
+            self._streams[name] = _CudaStream(self._device)
+        return self._streams[name]
 
 
 def device_for(device: torch.device, clock: Callable[[], float] = time.monotonic) -> Device:

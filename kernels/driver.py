@@ -23,7 +23,15 @@ import torch
 
 from kvsluice.kernels.errors import DeviceCopyError
 
-__all__ = ["NO_DRIVER", "CudaDriver", "DriverError", "DriverModule", "MemcpyAttributes", "open_driver"]
+__all__ = [
+    "NO_DRIVER",
+    "CudaDriver",
+    "DriverError",
+    "DriverModule",
+    "MemcpyAttributes",
+    "open_driver",
+    "relax_stream_capture",
+]
 
 NO_DRIVER: Final = -1
 """`DriverError.code` where there is no driver to ask: CUDA's own codes are not negative."""
@@ -49,6 +57,9 @@ _LEGACY_STREAM: Final = 1
 _ORDER_STREAM: Final = 1
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM. ANY (3) would let the device read a page before the work that writes
 it is done: events and stream waits then order only the writing side of the copy."""
+
+_CAPTURE_MODE_RELAXED: Final = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED."""
 
 _PREFER_OVERLAP: Final = 1
 """CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE."""
@@ -354,6 +365,30 @@ class CudaDriver:
         name = (self._module.cuGetErrorName(result)[1] or b"CUDA_ERROR_UNKNOWN").decode()
         text = self._module.cuGetErrorString(result)[1]
         return name, f"{name} ({text.decode()})" if text else name
+
+
+def relax_stream_capture() -> None:
+    """Let the calling thread query events and allocate while another thread captures a CUDA graph.
+
+    In the mode that a thread starts with (global) such a call of any thread ends a capture of torch's default kind
+    (global, too), in an error for both. This thread's own work is part of no capture. Needs a current context.
+
+    Raises:
+        DriverError: the driver refused, or there is none.
+    """
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        exchange = library.cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError) as error:
+        raise DriverError(
+            f"cuThreadExchangeStreamCaptureMode cannot be called: {error}", code=NO_DRIVER, name="no driver library"
+        ) from error
+    exchange.argtypes, exchange.restype = [ctypes.POINTER(ctypes.c_int)], ctypes.c_int
+    code = exchange(ctypes.byref(ctypes.c_int(_CAPTURE_MODE_RELAXED)))
+    if code != _SUCCESS:
+        raise DriverError(
+            f"cuThreadExchangeStreamCaptureMode failed: CUDA error {code}", code=code, name=f"error {code}"
+        )
 
 
 def _check_batch(destinations: torch.Tensor, sources: torch.Tensor, sizes: torch.Tensor, stream: int) -> int:

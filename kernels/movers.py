@@ -53,6 +53,8 @@ RING_SLOTS: Final = 4
 slot waits for the thread that queues the work."""
 
 
+_SUBMISSIONS: Final = 3
+"""For so many that are under way at once everything is allocated beforehand: nothing is while an engine runs."""
 MIN_STAGING_BYTES: Final = 1 << 20
 """For both directions. Less would cut chunks into pieces that a copy's fixed cost outweighs."""
 
@@ -355,7 +357,7 @@ class StagedMover:
         self._slot_bytes = slot_bytes
         self._kernels = device.new_stream(f"{direction} kernels")
         self._copies = device.new_stream(direction)
-        self._ids = BlockIdsPool(plan.num_blocks, plan.device)
+        self._ids = BlockIdsPool(plan.num_blocks, plan.device, num_chunks=max_chunks, num_buffers=_SUBMISSIONS)
         self._last: Event | None = None
 
     def submit(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["copy_pages"]
+__all__ = ["IS_INTERPRETED", "copy_pages"]
 
 
 @triton.jit(
@@ -82,3 +82,7 @@ def copy_pages(
             values += (tl.load(source + step * STEP_ITEMS, mask=masks[step]),)
         for step in tl.static_range(STEPS):
             tl.store(target + step * STEP_ITEMS, values[step], mask=masks[step])
+
+
+IS_INTERPRETED = not isinstance(copy_pages, triton.JITFunction)
+"""Whether TRITON_INTERPRET=1 was set: then the kernel runs on the CPU, on host memory."""

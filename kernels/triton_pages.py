@@ -53,14 +53,16 @@ class _Launch(Protocol):
 class _Kernel(Protocol):
     def __getitem__(self, grid: tuple[int, ...]) -> _Launch: ...
 
-    def warmup(self, *args: object, grid: tuple[int, ...], **constants: object) -> object: ...
 
-
-def _kernel() -> _Kernel:
+def _kernel(device: torch.device) -> _Kernel:
     try:
         module = import_module("kvsluice.kernels.triton_kernel")
     except ImportError as error:
         raise DeviceCopyError(f"the Triton kernel needs Triton, which cannot be imported: {error}") from error
+    if module.IS_INTERPRETED is not (device.type == "cpu"):
+        # The interpreter hands out addresses of copies that it makes: ours reach from one tensor to another.
+        mode = "interprets kernels (TRITON_INTERPRET)" if module.IS_INTERPRETED else "does not interpret kernels"
+        raise DeviceCopyError(f"Triton {mode}, and the KV cache is on {device}")
     return cast("_Kernel", vars(module)["copy_pages"])
 
 
@@ -113,7 +115,8 @@ class TritonPages:
         programs: program instances, each of which takes up to one multiprocessor.
 
     Raises:
-        DeviceCopyError: Triton is not installed.
+        DeviceCopyError: Triton is not installed, or interprets kernels where the tensors are on a GPU, or does not
+            where they are in host memory.
         ValueError: programs below 1.
     """
 
@@ -122,7 +125,7 @@ class TritonPages:
             raise ValueError(f"programs must be at least 1, got {programs}")
         self.plan = plan
         self.programs = programs
-        self._kernel = _kernel()
+        self._kernel = _kernel(plan.device)
         self._groups = _groups(plan)
 
     def gather(self, piece: Piece, ids: torch.Tensor, staged: torch.Tensor, stride_bytes: int) -> None:
@@ -134,12 +137,15 @@ class TritonPages:
         self._launch(piece, ids, staged, stride_bytes, into_pages=True)
 
     def compile(self, staged: torch.Tensor, *, into_pages: bool) -> None:
-        """Compile what one direction needs, which takes seconds, so that no launch has to."""
+        """Compile, load and launch what one direction needs, so that no later launch has to. It may take seconds.
+
+        On the current stream; what is launched moves nothing.
+        """
         ids = torch.zeros((1, self.plan.num_blocks), dtype=torch.int64, device=self.plan.device)
         for group in self._groups:
             # The numbers do not matter: the kernel is not specialised on them.
             args, constants = group.arguments(ids, staged, (0,) * 10, into_pages=into_pages)
-            self._kernel.warmup(*args, grid=(1,), **constants)
+            self._kernel[(1,)](*args, **constants)
 
     def _launch(
         self, piece: Piece, ids: torch.Tensor, staged: torch.Tensor, stride_bytes: int, *, into_pages: bool
@@ -196,7 +202,7 @@ def _group(
     anchor = torch.zeros(_VECTOR_BYTES // item_bytes, dtype=dtype, device=device)
     if anchor.data_ptr() % _VECTOR_BYTES:
         raise DeviceCopyError(f"{device}: memory is not aligned to {_VECTOR_BYTES} bytes: {anchor.data_ptr():#x}")
-    table = torch.tensor(rows, dtype=torch.int64)
+    table = torch.tensor(rows, dtype=torch.int64, device="cpu")
     table[:, 0] -= anchor.data_ptr()
     table //= item_bytes
     first_rows = [0]

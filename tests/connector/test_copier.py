@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 
 import pytest
-from bench import WIDTH, Cache, blocks_of, one
+from bench import WIDTH, Cache, blocks_of, one, sluice_threads
 from doubles import PickledConnector, until
 from fake_device import OPERATION_S, FakeDevice
 
 from kvsluice.connector import transfers, worker
 from kvsluice.connector.copier import Claim, Copier
 from kvsluice.kernels import CopyPlan, HostCopy
-from kvsluice.kernels.device import Device, Event
+from kvsluice.kernels.device import CpuDevice, Device, Event
 from kvsluice.kernels.movers import ChunkCopy, CopyDirect, Mover, OnTensor, Submission
 from kvsluice.tiers import reasons
 
@@ -338,6 +342,47 @@ def test_copies_that_never_started_are_shed_at_close(bench, device, keys, monkey
     go.set()
     assert one([result for result in connector.poll() if result.job_id == waiting]).failed == {keys[1]: reasons.CLOSED}
     assert waiting in connector.poll_released()
+
+
+def test_a_device_that_a_thread_cannot_be_bound_to_is_an_error_at_once_and_leaves_no_thread(monkeypatch):
+    def lost(self):
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(CpuDevice, "bind_thread", lost)
+    with pytest.raises(RuntimeError, match="no such device"):
+        Copier(CpuDevice(), object(), object())
+    assert "kvsluice-copy" not in sluice_threads()
+
+
+def test_close_waits_for_a_copy_that_comes_home_in_time(bench, device, keys):
+    connector = bench.connect("host", device=device)
+    job = connector.store(keys[:1], blocks_of(0))
+    until(connector.poll, lambda: device.queued_copies() == 1)
+    threading.Timer(0.05, device.run).start()
+    assert connector.close(timeout_s=0.0) == []
+    assert connector.poll_released() == [job]
+
+
+def test_what_the_device_still_has_at_close_lives_on(bench, device, keys):
+    bench.hung = {"kvsluice-copy"}
+    connector = bench.connect("host", device=device)
+    connector.store(keys[:1], blocks_of(0))
+    until(connector.poll, lambda: device.queued_copies() == 1)
+    region = weakref.ref(connector._worker.region)  # noqa: SLF001 - nobody else may hold it
+    bench.made.remove(connector)
+    connector.close(timeout_s=0.0)
+    del connector
+    gc.collect()
+    assert region() is not None, "the copy under way writes to the region"
+
+
+def test_a_process_that_does_not_close_ends_all_the_same():
+    script = (
+        "from kvsluice.connector.copier import Copier\n"
+        "from kvsluice.kernels.device import CpuDevice\n"
+        "copier = Copier(CpuDevice(), object(), object())\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True, timeout=60)
 
 
 # ---- claims ------------------------------------------------------------------------------------

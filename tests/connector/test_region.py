@@ -569,3 +569,12 @@ def test_a_child_process_does_not_get_the_pages() -> None:
         elif inside and line.startswith("VmFlags"):
             flags = line
     assert " dc" in flags
+
+
+def test_a_region_made_in_inference_mode_is_written_outside_it() -> None:
+    with torch.inference_mode():
+        region = PinnedRegion(2, 8192, device=torch.device("cpu"))
+    region.touch(1)
+    region.tensor(1).fill_(7)
+    assert region.view(1)[-1] == 7
+    region.close()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvsluice.kernels import CopyPlan, HostCopy, PagedTensor, chooser
+from kvsluice.kernels import CopyPlan, HostCopy, PagedTensor, chooser, triton_pages
 from kvsluice.kernels.chooser import TORCH, CopyChoice, Way, WayMeasured, choose, open_device_movers, open_movers
 from kvsluice.kernels.device import CpuDevice
 from kvsluice.kernels.errors import DeviceCopyError
@@ -194,6 +194,81 @@ def test_a_submission_carries_so_many_chunks_or_bytes_and_at_least_one(page_byte
     plan = plan_of()
     plan.num_bytes = 4 * page_bytes
     assert chooser.max_chunks(plan) == chunks
+
+
+def test_a_way_that_cannot_copy_the_engines_own_pages_is_left_out_however_fast_it_was_on_scratch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = plan_of()
+    real = chooser.TritonPages.gather
+
+    def only_scratch(self: chooser.TritonPages, *args: object) -> None:
+        if self.plan is plan:
+            raise RuntimeError("invalid argument")
+        real(self, *args)  # type: ignore[arg-type] # as they came
+
+    monkeypatch.setattr(chooser.TritonPages, "gather", only_scratch)
+    movers = open_device_movers(plan, CpuDevice(), setting="auto", staging_bytes=STAGING, scratch=scratch_of(plan))
+    assert [choice.way for choice in movers.choices] == [TORCH, TORCH], "for loads, too: nothing is tried on them"
+    with pytest.raises(DeviceCopyError, match="copying by triton: invalid argument"):
+        open_device_movers(plan, CpuDevice(), setting="triton", staging_bytes=STAGING, scratch=scratch_of(plan))
+
+
+def test_what_is_measured_comes_behind_the_engines_own_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, device = plan_of(), CpuDevice()
+    asked: list[object] = []
+    seen: list[object] = []
+    real_event, real_submit = CpuDevice.compute_event, StagedMover.submit
+
+    def compute_event(self: CpuDevice) -> object:
+        asked.append(real_event(self))
+        return asked[-1]
+
+    def submit(self: StagedMover, ready: list[object], *args: object) -> object:
+        seen.extend(ready)
+        assert ready
+        return real_submit(self, ready, *args)  # type: ignore[arg-type] # as they came
+
+    monkeypatch.setattr(CpuDevice, "compute_event", compute_event)
+    monkeypatch.setattr(StagedMover, "submit", submit)
+    open_device_movers(plan, device, setting="auto", staging_bytes=STAGING, scratch=scratch_of(plan))
+    assert seen
+    assert all(event in asked for event in seen)
+
+
+def test_a_device_that_never_answers_ends_the_trial_and_keeps_what_it_still_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = plan_of()
+    now_s = itertools.count()
+    monkeypatch.setattr(chooser.Submission, "query", lambda self: False)
+    kept = len(chooser._ABANDONED)  # noqa: SLF001 - what it is about
+    with pytest.raises(DeviceCopyError, match=r"copying by torch: not done after 10\.0 s"):
+        open_device_movers(
+            plan,
+            CpuDevice(),
+            setting="torch",
+            staging_bytes=STAGING,
+            scratch=scratch_of(plan),
+            clock=lambda: float(next(now_s)),
+        )
+    assert len(chooser._ABANDONED) == kept + 1  # noqa: SLF001 - as above
+
+
+@pytest.mark.parametrize("setting", ["auto", "torch", "triton"])
+def test_movers_made_in_inference_mode_are_used_outside_it(setting: chooser.CopySetting) -> None:
+    plan = plan_of()
+    scratch = scratch_of(plan)
+    with torch.inference_mode():
+        movers = open_device_movers(plan, CpuDevice(), setting=setting, staging_bytes=STAGING, scratch=scratch)
+    assert_moves(plan, movers.out, movers.into)
+
+
+def test_an_interpreter_is_not_given_a_gpus_addresses() -> None:
+    with pytest.raises(
+        DeviceCopyError, match=r"interprets kernels \(TRITON_INTERPRET\), and the KV cache is on cuda:0"
+    ):
+        triton_pages._kernel(torch.device("cuda", 0))  # noqa: SLF001 - no plan can be made for a GPU here
 
 
 def test_measuring_leaves_the_pages_as_they_were() -> None:

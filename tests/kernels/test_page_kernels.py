@@ -109,7 +109,7 @@ def changed_kernel(tmp_path: Path, changes: Sequence[tuple[str, str]], end: str 
 )
 def test_a_wrong_kernel_is_caught(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, right: str, wrong: str) -> None:
     kernel = changed_kernel(tmp_path, [(right, wrong)])
-    monkeypatch.setattr("kvsluice.kernels.triton_pages._kernel", lambda: kernel)
+    monkeypatch.setattr("kvsluice.kernels.triton_pages._kernel", lambda _device: kernel)
 
     @settings(max_examples=150, deadline=None, derandomize=True, phases=[Phase.generate], report_multiple_bugs=False)
     @given(cases().filter(lambda case: case.pool_bytes < 1 << 15), st.sampled_from([1, 2, 5, 12]))
@@ -132,7 +132,7 @@ def test_what_the_kernel_tells_the_compiler_of_addresses_is_true(case: Case, rou
     )
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         kernel = changed_kernel(Path(folder), [("tl.multiple_of(", "true_multiple_of(")], check_text)
-        patch.setattr("kvsluice.kernels.triton_pages._kernel", lambda: kernel)
+        patch.setattr("kvsluice.kernels.triton_pages._kernel", lambda _device: kernel)
         check_triton(case, rounds)
 
 
