@@ -8,6 +8,7 @@ ROOT := $(CURDIR)
 BIN := $(ROOT)/.venv/bin
 VLLM_BIN := $(ROOT)/.venv-vllm/bin
 ARGS ?=
+PYTHON ?= python3
 # vLLM never runs from the repository's root: the folder kernels/ there would be found before Hugging Face's package.
 ELSEWHERE := $(ROOT)/build/run
 RGW := $(ROOT)/tests/support/rgw.py
@@ -15,7 +16,7 @@ RGW_DIR := $(ROOT)/build/rgw
 PORT ?= 7480
 EXAMPLES := $(wildcard examples/*.py)
 
-.PHONY: help demo demo-vllm calibrate replay test test-s3 test-vllm rgw-start rgw-stop lint types format bench-scheduling bench-slow-tier bench-copy bench-gate bench-slowed-device bench-object-tier clean setup-core setup-vllm
+.PHONY: help demo demo-vllm calibrate doctor replay test test-s3 test-vllm test-gpu rgw-start rgw-stop lint types format bench-scheduling bench-slow-tier bench-copy bench-device-copy bench-gate bench-slowed-device bench-object-tier clean setup-core setup-vllm
 
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | awk -F'\t' '{printf "make %-18s %s\n", $$1, $$2}'
@@ -28,6 +29,9 @@ demo-vllm: setup-vllm ## the same with a real vLLM on the CPU
 
 calibrate: setup-core ## measure a tier: make calibrate ARGS="/mnt/nvme/kv"
 	@$(BIN)/kvsluice calibrate $(ARGS)
+
+doctor: setup-core ## what is right and wrong between GPU and host memory here: make doctor ARGS="kv.json"
+	@$(BIN)/kvsluice doctor $(ARGS)
 
 replay: setup-core ## gates and queues on modelled devices: make replay ARGS="trace.jsonl.gz --claims"
 	@$(BIN)/kvsluice replay $(ARGS)
@@ -50,6 +54,9 @@ rgw-stop: setup-core ## end that gateway; what it stored is gone
 test-vllm: setup-vllm ## the tests that drive a real vLLM engine
 	@mkdir -p $(ELSEWHERE) && cd $(ELSEWHERE) && $(VLLM_BIN)/pytest -c $(ROOT)/pyproject.toml --rootdir $(ROOT) -m vllm $(ROOT)/tests/vllm $(ARGS)
 
+test-gpu: ## on a machine with a CUDA device: facts, correctness, races, copy benchmark; installs nothing (5 minutes)
+	@$(PYTHON) $(ROOT)/scripts/test_gpu.py $(ARGS)
+
 lint: setup-core ## ruff: rules and format
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
@@ -69,6 +76,9 @@ bench-slow-tier: setup-core ## a flood of stores on a tier that is slow for a wh
 
 bench-copy: setup-core ## gather and scatter on the CPU beside a plain memcpy
 	@$(BIN)/python $(ROOT)/benchmarks/cpu_copy.py $(ARGS)
+
+bench-device-copy: ## copies between a GPU and pinned memory beside a plain copy; installs nothing: ARGS="--claims"
+	@PYTHONPATH=$(ROOT) $(PYTHON) $(ROOT)/benchmarks/device_copy.py $(ARGS)
 
 bench-gate: setup-vllm ## one decision and one completion of a gate, beside vLLM's own detector
 	@mkdir -p $(ELSEWHERE) && cd $(ELSEWHERE) && $(VLLM_BIN)/python $(ROOT)/benchmarks/gate_cost.py $(ARGS)

@@ -46,8 +46,8 @@ from kvsluice.connector.config_tiers import (
     check_ladder,
     parse_size,
 )
-from kvsluice.kernels.chooser import CopySetting
 from kvsluice.kernels.movers import MIN_STAGING_BYTES
+from kvsluice.kernels.ways import CopySetting
 from kvsluice.tiers.backpressure.config import build_gate
 from kvsluice.tiers.errors import ConfigError
 

@@ -18,8 +18,8 @@ from kvsluice.connector.orders import Order, RankReport
 from kvsluice.connector.planner import Planner
 from kvsluice.connector.prober import Prober
 from kvsluice.connector.results import Lookup, OffloadStats, TransferResult
-from kvsluice.kernels.chooser import CopyChoice
 from kvsluice.kernels.device import Device
+from kvsluice.kernels.ways import CopyChoice
 from kvsluice.tiers import reasons
 from kvsluice.tiers.errors import ClosedError
 

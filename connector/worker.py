@@ -27,10 +27,11 @@ from kvsluice.connector.orders import (
 )
 from kvsluice.connector.region import PinnedRegion
 from kvsluice.connector.transfers import LoadTransfer, Shared, StoreTransfer
-from kvsluice.kernels.chooser import CopySetting, open_movers
+from kvsluice.kernels.chooser import open_movers
 from kvsluice.kernels.device import Device, Event, device_for
 from kvsluice.kernels.errors import DeviceCopyError
 from kvsluice.kernels.plan import CopyPlan
+from kvsluice.kernels.ways import CopySetting
 from kvsluice.tiers import reasons
 from kvsluice.tiers.base import Tier
 from kvsluice.tiers.chunk_file import ChunkFormat, engine_key

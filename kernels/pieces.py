@@ -91,19 +91,17 @@ def place_in_slot(piece: Piece, num_chunks: int, slot: torch.Tensor) -> tuple[in
 
 
 def _cut(plan: CopyPlan, planes: Sequence[int], slot_bytes: int) -> Iterator[Piece]:
-    # Whatever a piece's shift is, it fits.
-    room_bytes = slot_bytes // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES - _ITEM_BYTES
     first: int | None = None
     for number in planes:
         plane = plan.planes[number]
-        plane_bytes = plane.block_bytes * plan.num_blocks
-        if first is not None and plane.offset + plane_bytes - plan.planes[first].offset > room_bytes:
+        end = plane.offset + plane.block_bytes * plan.num_blocks
+        if first is not None and end - plan.planes[first].offset > _room(plan.planes[first].offset, slot_bytes):
             yield _whole(plan, first, number)
             first = None
-        if plane_bytes <= room_bytes:
+        if end - plane.offset <= _room(plane.offset, slot_bytes):
             first = number if first is None else first
         else:
-            yield from _parts(plan, number, plane, room_bytes)
+            yield from _parts(plan, number, plane, slot_bytes)
     if first is not None:
         yield _whole(plan, first, planes[-1] + 1)
 
@@ -114,14 +112,21 @@ def _whole(plan: CopyPlan, first: int, last: int) -> Piece:
     return Piece(first, last, 0, plan.num_blocks, offset, end - offset)
 
 
-def _parts(plan: CopyPlan, number: int, plane: Plane, room_bytes: int) -> Iterator[Piece]:
-    blocks = room_bytes // plane.block_bytes
-    if blocks < 1:
-        name = plan.paged[plane.tensor].name
-        raise ValueError(
-            f"{name}: a block of {plane.block_bytes} bytes does not fit into {room_bytes} bytes of staging"
-        )
-    for first in range(0, plan.num_blocks, blocks):
-        last = min(first + blocks, plan.num_blocks)
+def _room(offset: int, slot_bytes: int) -> int:
+    """Bytes of a slot for a piece that begins there in the payload: whole lines, less what shifts it."""
+    return slot_bytes // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES - offset % _ITEM_BYTES
+
+
+def _parts(plan: CopyPlan, number: int, plane: Plane, slot_bytes: int) -> Iterator[Piece]:
+    first = 0
+    while first < plan.num_blocks:
         offset = plane.offset + first * plane.block_bytes
+        room_bytes = _room(offset, slot_bytes)
+        last = min(first + room_bytes // plane.block_bytes, plan.num_blocks)
+        if last == first:
+            name = plan.paged[plane.tensor].name
+            raise ValueError(
+                f"{name}: a block of {plane.block_bytes} bytes does not fit into {room_bytes} bytes of staging"
+            )
         yield Piece(number, number + 1, first, last, offset, (last - first) * plane.block_bytes)
+        first = last

@@ -20,10 +20,11 @@ from kvsluice.connector.doctor.machine import Machine
 from kvsluice.connector.doctor.report import one_line
 from kvsluice.connector.doctor.seen import CopiesSeen, Wanted
 from kvsluice.kernels import CopyPlan, HostCopy
-from kvsluice.kernels.chooser import CopyChoice, CopySetting, Movers, Way, WayMeasured
+from kvsluice.kernels.chooser import Movers
 from kvsluice.kernels.device import Device
 from kvsluice.kernels.errors import DeviceCopyError
 from kvsluice.kernels.movers import ChunkCopy, Direction, Mover, Submission
+from kvsluice.kernels.ways import CopyChoice, CopySetting, Way, WayMeasured
 
 __all__ = ["bytes_come_back", "measure_host", "queue_seconds", "try_copies"]
 

@@ -26,9 +26,9 @@ from kvsluice.connector.doctor.seen import (
     unusable_because,
 )
 from kvsluice.connector.region import PinnedRegion
-from kvsluice.kernels.chooser import CopyChoice
 from kvsluice.kernels.driver import NO_DRIVER, DriverError
 from kvsluice.kernels.gpu import GpuFacts
+from kvsluice.kernels.ways import CopyChoice
 from kvsluice.tiers.errors import ConfigError
 
 __all__ = ["PACKAGES", "DevicePath", "examine_device_path"]

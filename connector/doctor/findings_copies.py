@@ -16,8 +16,8 @@ from kvsluice.connector.doctor.seen import (
     share_of_plain,
     unusable_because,
 )
-from kvsluice.kernels.chooser import CopyChoice
 from kvsluice.kernels.gpu import GpuFacts
+from kvsluice.kernels.ways import CopyChoice
 
 __all__ = ["BATCHED_CUDA", "copy_findings", "format_gb_per_s", "lacks_batched_copy", "why_chosen"]
 

@@ -19,9 +19,10 @@ from kvsluice.connector.doctor.pages import Pages
 from kvsluice.connector.doctor.report import one_line
 from kvsluice.connector.region import LinuxNuma, PinnedRegion
 from kvsluice.kernels import CopyPlan
-from kvsluice.kernels.chooser import CopySetting, Movers, open_movers
+from kvsluice.kernels.chooser import Movers, open_movers
 from kvsluice.kernels.device import Device, device_for
 from kvsluice.kernels.gpu import GpuFacts, NvmlHandle, gpu_facts
+from kvsluice.kernels.ways import CopySetting
 
 __all__ = [
     "GpuList",

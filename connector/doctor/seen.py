@@ -12,8 +12,8 @@ from kvsluice.connector.config import HostTierConfig, OffloadConfig
 from kvsluice.connector.doctor.machine import Sighting, TorchBuild
 from kvsluice.connector.doctor.pages import MAX_REGION_BYTES, Pages
 from kvsluice.connector.doctor.report import one_line
-from kvsluice.kernels.chooser import CopyChoice, CopySetting, WayMeasured
 from kvsluice.kernels.gpu import GpuFacts
+from kvsluice.kernels.ways import CopyChoice, CopySetting, WayMeasured
 from kvsluice.tiers.errors import ConfigError
 
 __all__ = [

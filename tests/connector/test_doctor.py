@@ -28,12 +28,13 @@ from kvsluice.connector.doctor.machine import (
 )
 from kvsluice.connector.region import PinnedRegion
 from kvsluice.kernels import CopyPlan, HostCopy
-from kvsluice.kernels.chooser import CopyChoice, CopySetting, Movers, Way, WayMeasured, choose, open_movers
+from kvsluice.kernels.chooser import Movers, open_movers
 from kvsluice.kernels.device import CpuDevice, Device
 from kvsluice.kernels.driver import NO_DRIVER, DriverError
 from kvsluice.kernels.errors import DeviceCopyError
 from kvsluice.kernels.gpu import GpuFacts
 from kvsluice.kernels.movers import Direction, DirectMover
+from kvsluice.kernels.ways import CopyChoice, CopySetting, Way, WayMeasured, choose
 from kvsluice.tiers.errors import ConfigError
 
 CPU = torch.device("cpu")

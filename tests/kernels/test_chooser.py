@@ -9,11 +9,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvsluice.kernels import CopyPlan, HostCopy, PagedTensor, chooser, triton_pages
-from kvsluice.kernels.chooser import TORCH, CopyChoice, Way, WayMeasured, choose, open_device_movers, open_movers
+from kvsluice.kernels import CopyPlan, HostCopy, PagedTensor, trial, triton_pages
+from kvsluice.kernels.chooser import open_device_movers, open_movers
 from kvsluice.kernels.device import CpuDevice
 from kvsluice.kernels.errors import DeviceCopyError
 from kvsluice.kernels.movers import ChunkCopy, DirectMover, Mover, StagedMover
+from kvsluice.kernels.ways import TORCH, CopyChoice, CopySetting, Way, WayMeasured, choose
 
 STAGING = 1 << 20
 
@@ -21,7 +22,7 @@ STAGING = 1 << 20
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter moves a page in milliseconds."""
-    monkeypatch.setattr(chooser, "_MEASURE_BYTES", 1)
+    monkeypatch.setattr(trial, "_MEASURE_BYTES", 1)
 
 
 def plan_of(page_bytes: int = 512, num_blocks: int = 4, layers: int = 3) -> CopyPlan:
@@ -64,7 +65,7 @@ def test_where_nothing_can_be_had_the_error_says_why_for_each() -> None:
 
 
 @pytest.mark.parametrize("setting", ["auto", "torch"])
-def test_pages_in_host_memory_go_by_the_hosts_copy(setting: chooser.CopySetting) -> None:
+def test_pages_in_host_memory_go_by_the_hosts_copy(setting: CopySetting) -> None:
     plan = plan_of()
     movers = open_movers(plan, CpuDevice(), setting=setting, scratch=scratch_of(plan))
     assert [str(choice) for choice in movers.choices] == ["stores by host", "loads by host"]
@@ -74,7 +75,7 @@ def test_pages_in_host_memory_go_by_the_hosts_copy(setting: chooser.CopySetting)
 
 
 @pytest.mark.parametrize("setting", ["triton", "batched"])
-def test_a_way_that_needs_a_gpu_is_refused_loudly_without_one(setting: chooser.CopySetting) -> None:
+def test_a_way_that_needs_a_gpu_is_refused_loudly_without_one(setting: CopySetting) -> None:
     plan = plan_of()
     with pytest.raises(DeviceCopyError, match=f"copying by {setting} needs a CUDA device"):
         open_movers(plan, CpuDevice(), setting=setting, scratch=scratch_of(plan))
@@ -103,7 +104,7 @@ def assert_moves(plan: CopyPlan, out: Mover, into: Mover) -> None:
 
 
 @pytest.mark.parametrize(("setting", "programs"), [("triton", 2), ("torch", None)])
-def test_a_way_that_is_asked_for_is_taken_unmeasured(setting: chooser.CopySetting, programs: int | None) -> None:
+def test_a_way_that_is_asked_for_is_taken_unmeasured(setting: CopySetting, programs: int | None) -> None:
     plan = plan_of()
     movers = open_device_movers(plan, CpuDevice(), setting=setting, staging_bytes=STAGING, scratch=scratch_of(plan))
     assert movers.choices == (CopyChoice("out", Way(setting, programs)), CopyChoice("in", Way(setting, programs)))
@@ -159,7 +160,7 @@ def test_auto_takes_what_was_faster_here_not_what_a_constant_says(
 
         return move
 
-    for kernel, name in ((chooser.TorchPages, "torch"), (chooser.TritonPages, "triton")):
+    for kernel, name in ((trial.TorchPages, "torch"), (trial.TritonPages, "triton")):
         for method in ("gather", "scatter"):
             monkeypatch.setattr(kernel, method, timed(name, getattr(kernel, method)))
     movers = open_device_movers(plan, CpuDevice(clock), setting="auto", staging_bytes=STAGING, scratch=scratch_of(plan))
@@ -172,7 +173,7 @@ def test_a_way_that_breaks_while_it_is_tried_is_left_out_with_its_reason(monkeyp
     def broken(*_args: object) -> None:
         raise RuntimeError("misaligned address")
 
-    monkeypatch.setattr(chooser.TritonPages, "gather", broken)
+    monkeypatch.setattr(trial.TritonPages, "gather", broken)
     movers = open_device_movers(plan, CpuDevice(), setting="auto", staging_bytes=STAGING, scratch=scratch_of(plan))
     assert movers.choices[0].way == TORCH
     reasons = [one.unusable for one in movers.choices[0].measured if one.way.name == "triton"]
@@ -193,21 +194,21 @@ def test_pages_larger_than_the_staging_go_run_by_run() -> None:
 def test_a_submission_carries_so_many_chunks_or_bytes_and_at_least_one(page_bytes: int, chunks: int) -> None:
     plan = plan_of()
     plan.num_bytes = 4 * page_bytes
-    assert chooser.max_chunks(plan) == chunks
+    assert trial.max_chunks(plan) == chunks
 
 
 def test_a_way_that_cannot_copy_the_engines_own_pages_is_left_out_however_fast_it_was_on_scratch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plan = plan_of()
-    real = chooser.TritonPages.gather
+    real = trial.TritonPages.gather
 
-    def only_scratch(self: chooser.TritonPages, *args: object) -> None:
+    def only_scratch(self: trial.TritonPages, *args: object) -> None:
         if self.plan is plan:
             raise RuntimeError("invalid argument")
         real(self, *args)  # type: ignore[arg-type] # as they came
 
-    monkeypatch.setattr(chooser.TritonPages, "gather", only_scratch)
+    monkeypatch.setattr(trial.TritonPages, "gather", only_scratch)
     movers = open_device_movers(plan, CpuDevice(), setting="auto", staging_bytes=STAGING, scratch=scratch_of(plan))
     assert [choice.way for choice in movers.choices] == [TORCH, TORCH], "for loads, too: nothing is tried on them"
     with pytest.raises(DeviceCopyError, match="copying by triton: invalid argument"):
@@ -241,8 +242,8 @@ def test_a_device_that_never_answers_ends_the_trial_and_keeps_what_it_still_has(
 ) -> None:
     plan = plan_of()
     now_s = itertools.count()
-    monkeypatch.setattr(chooser.Submission, "query", lambda self: False)
-    kept = len(chooser._ABANDONED)  # noqa: SLF001 - what it is about
+    monkeypatch.setattr(trial.Submission, "query", lambda self: False)
+    kept = len(trial._ABANDONED)  # noqa: SLF001 - what it is about
     with pytest.raises(DeviceCopyError, match=r"copying by torch: not done after 10\.0 s"):
         open_device_movers(
             plan,
@@ -252,11 +253,11 @@ def test_a_device_that_never_answers_ends_the_trial_and_keeps_what_it_still_has(
             scratch=scratch_of(plan),
             clock=lambda: float(next(now_s)),
         )
-    assert len(chooser._ABANDONED) == kept + 1  # noqa: SLF001 - as above
+    assert len(trial._ABANDONED) == kept + 1  # noqa: SLF001 - as above
 
 
 @pytest.mark.parametrize("setting", ["auto", "torch", "triton"])
-def test_movers_made_in_inference_mode_are_used_outside_it(setting: chooser.CopySetting) -> None:
+def test_movers_made_in_inference_mode_are_used_outside_it(setting: CopySetting) -> None:
     plan = plan_of()
     scratch = scratch_of(plan)
     with torch.inference_mode():

@@ -377,5 +377,5 @@ def test_what_does_not_fit_the_plan_is_refused_and_nothing_is_queued(
 def test_staging_that_holds_no_block_is_refused_by_name(pool: Pool, device: FakeDevice) -> None:
     plan = pool.plan()
     staging = torch.empty(RING_SLOTS * 255, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="a: a block of 187 bytes does not fit into -16 bytes of staging"):
+    with pytest.raises(ValueError, match="a: a block of 187 bytes does not fit into 0 bytes of staging"):
         StagedMover(plan, TorchPages(plan), device, "out", staging, name="torch", max_chunks=1)

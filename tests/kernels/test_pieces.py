@@ -88,7 +88,7 @@ def plan_of(*block_bytes: int, num_blocks: int = 4) -> CopyPlan:
 def test_planes_share_a_piece_while_they_fit_and_a_large_one_is_cut_by_blocks() -> None:
     plan = plan_of(40, 50, 200, 10)
     pieces = cut(plan, 512)
-    # 496 bytes of a slot are used: 16 stay free for the shift.
+    # The third begins 8 bytes behind a boundary, and so it does in its slots: 504 bytes are left of each.
     assert [(piece.first_plane, piece.last_plane, piece.first_block, piece.last_block) for piece in pieces] == [
         (0, 2, 0, 4),
         (2, 3, 0, 2),
@@ -99,13 +99,19 @@ def test_planes_share_a_piece_while_they_fit_and_a_large_one_is_cut_by_blocks() 
     assert [piece.shift_bytes for piece in pieces] == [0, 8, 8, 8]
 
 
-def test_a_piece_that_fills_a_slot_to_the_last_byte_fits_with_the_largest_shift() -> None:
-    plan = plan_of(15, 496, num_blocks=1)
-    first, second = cut(plan, 512)
-    assert (first.num_bytes, second.num_bytes, second.shift_bytes) == (15, 496, 15)
-    assert second.stride_bytes == 512
-    with pytest.raises(ValueError, match="layer 497: a block of 497 bytes does not fit into 496 bytes of staging"):
-        cut(plan_of(15, 497, num_blocks=1), 512)
+def test_a_piece_fills_its_slot_to_the_last_byte_whatever_its_shift_is() -> None:
+    (together,) = cut(plan_of(15, 497, num_blocks=1), 512)
+    assert (together.num_bytes, together.shift_bytes, together.stride_bytes) == (512, 0, 512)
+    first, second = cut(plan_of(31, 497, num_blocks=1), 512)
+    assert (first.num_bytes, second.num_bytes, second.shift_bytes, second.stride_bytes) == (31, 497, 15, 512)
+    with pytest.raises(ValueError, match="layer 498: a block of 498 bytes does not fit into 497 bytes of staging"):
+        cut(plan_of(31, 498, num_blocks=1), 512)
+
+
+def test_pages_of_a_power_of_two_fill_slots_of_one() -> None:
+    pieces = cut(plan_of(*[64] * 8, num_blocks=2), 256)
+    assert [piece.num_bytes for piece in pieces] == [256, 256, 256, 256]
+    assert [piece.num_bytes for piece in cut(plan_of(64, num_blocks=8), 256)] == [256, 256]
 
 
 @pytest.mark.parametrize("slot_bytes", [512, 600, 767])
@@ -115,7 +121,7 @@ def test_what_a_slot_has_beyond_whole_lines_is_not_used(slot_bytes: int) -> None
 
 def test_a_block_that_fits_no_slot_is_named_by_its_tensor() -> None:
     for cutting in (cut, cut_by_tensor):
-        with pytest.raises(ValueError, match="layer 300: a block of 300 bytes does not fit into 240 bytes of staging"):
+        with pytest.raises(ValueError, match="layer 300: a block of 300 bytes does not fit into 248 bytes of staging"):
             cutting(plan_of(10, 300), 256)
 
 

@@ -18,9 +18,10 @@ from fake_device import EngineRead, EngineWrite, FakeDevice, FakeEvent
 from hypothesis import strategies as st
 
 from kvsluice.kernels import CopyPlan, HostCopy, PagedTensor
-from kvsluice.kernels.chooser import CopyChoice, Movers, Way
+from kvsluice.kernels.chooser import Movers
 from kvsluice.kernels.movers import RING_SLOTS, ChunkCopy, Direction, DirectMover, Mover, StagedMover, Submission
 from kvsluice.kernels.torch_pages import TorchPages
+from kvsluice.kernels.ways import CopyChoice, Way
 
 __all__ = ["Pool", "Traffic", "direct", "pools", "small_pool", "stage_everything", "staged"]
 
