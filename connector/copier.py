@@ -195,7 +195,7 @@ class Copier:
         while self._live and self._clock() < end_s and self._thread.is_alive():
             time.sleep(0.001)
         atexit.unregister(self._at_exit)
-        self._stop(max(JOIN_S, end_s - self._clock()))
+        self._stop(max(0.0, end_s - self._clock()))
         if not (self._thread.is_alive() or self._out.flying or self._in.flying):
             return []
         # What flies past the end is still in the device's hands, whether or not the thread has gone: what it reads

@@ -31,6 +31,8 @@ __all__ = ["bytes_come_back", "measure_host", "queue_seconds", "try_copies"]
 _ROUNDS: Final = 5
 _ROUND_BYTES: Final = 16 << 20
 """Of each copy in a round at least: some milliseconds, which a clock can tell."""
+_MOST_CHUNKS: Final = 256
+"""But no more calls than that, which take as long whatever a chunk holds."""
 _PATIENCE_S: Final = 10.0
 
 
@@ -113,7 +115,7 @@ def measure_host(plan: CopyPlan, chunk: torch.Tensor, clock: Callable[[], float]
         "out": lambda: copy.gather(block_ids, chunk),
         "in": lambda: copy.scatter(block_ids, chunk),
     }
-    times = max(1, _ROUND_BYTES // plan.num_bytes)
+    times = min(_MOST_CHUNKS, max(1, _ROUND_BYTES // plan.num_bytes))
     best: dict[str, float] = dict.fromkeys(runs, 0.0)
     for _ in range(_ROUNDS):
         for name, run in runs.items():
