@@ -1,4 +1,5 @@
-# Every command sets up what it needs on its first run (scripts/setup.sh) and is instant to start after that.
+# Every command sets up what it needs on its first run (scripts/setup.sh) and is instant to start after that; but
+# for test-gpu and bench-device-copy, which take PYTHON as it is.
 # ARGS is passed on, as in:  make demo ARGS="--endpoint-url https://s3.example --bucket kv-cache"
 
 SHELL := bash
@@ -8,7 +9,8 @@ ROOT := $(CURDIR)
 BIN := $(ROOT)/.venv/bin
 VLLM_BIN := $(ROOT)/.venv-vllm/bin
 ARGS ?=
-PYTHON ?= python3
+# For what installs nothing: the environment of this folder where there is one.
+PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 # vLLM never runs from the repository's root: the folder kernels/ there would be found before Hugging Face's package.
 ELSEWHERE := $(ROOT)/build/run
 RGW := $(ROOT)/tests/support/rgw.py

@@ -36,6 +36,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+if find_spec("torch") is None:
+    print(
+        f"{sys.executable} has no torch: name a Python that has it, make bench-device-copy PYTHON=...", file=sys.stderr
+    )
+    raise SystemExit(2)
+
 import torch
 from device_copy_engine import EnginePlan, measure_calls, measure_launches
 from device_copy_facts import clock_mhz, device_named, facts_of, no_device_line

@@ -188,6 +188,11 @@ class OffloadConfig(Model):
         Raises:
             ConfigError: any key that is unknown or wrong, a gate's too.
         """
+        if "kv_connector_extra_config" in mapping:
+            raise ConfigError(
+                "this is vLLM's kv-transfer-config: the configuration is what stands in it under "
+                "'kv_connector_extra_config'"
+            )
         translation = translate(mapping)
         try:
             config = cls.model_validate(translation.values)

@@ -28,6 +28,8 @@ __all__ = ["OffloadConnector"]
 _log = logging.getLogger(__name__)
 
 _WAIT_STEP_S = 0.0005
+_LAYERED_KEPT = 1024
+"""Loads by layer whose outcome is remembered past their result: many more than an engine has requests under way."""
 _LAYER_STEP_S = 0.0001
 """A layer of a long prompt takes the link a fraction of a millisecond."""
 
@@ -37,7 +39,7 @@ class OffloadConnector:
 
     One thread, the engine's, calls everything here. `lookup`, `store`, `load`, `poll`,
     `poll_released`, `cancel` and `stats` return after bounded work in memory; `fence` may wait for
-    the device; `wait`, `reset` and `close` wait as long as they are told to. Work goes on in
+    the device; `wait`, `wait_for_layer`, `reset` and `close` wait as long as they are told to. Work goes on in
     background threads, but results and free slots are taken in by `poll` (and by `store` and
     `load`): an engine calls it at every step.
 
@@ -90,6 +92,8 @@ class OffloadConnector:
         self._layout = layout
         self._ready: dict[int, TransferResult] = {}
         self._watches: dict[int, LayerWatch] = {}
+        self._layered: dict[int, bool] = {}
+        """Of loads by layer whose result was handed out lately, whether every chunk came."""
         self._left: tuple[str, ...] | None = None
         self.namespace = geometry.namespace
         """Hex digest over everything that changes the bytes under a key."""
@@ -180,7 +184,7 @@ class OffloadConnector:
         """
         self._check_open(group)
         job = self._planner.load(keys, block_ids, deadline_s)
-        if by_layer and keys:
+        if by_layer:
             watch = self._watches[job] = LayerWatch(len(keys))
             self._worker.watch_layers(job, watch)
         self._send()
@@ -189,10 +193,11 @@ class OffloadConnector:
     def wait_for_layer(self, job_id: int, layer: str, timeout_s: float | None = None) -> bool:
         """Have the engine's stream wait for one layer of a load, and go on. For loads asked for `by_layer`.
 
-        Returns once the layer's copies are queued on the device, which is when all chunks have come from
-        their tiers: that, and no copy, is what the caller waits for. What the engine queues on its current
-        stream after this sees the layer's blocks. They belong to the connector until `poll` names the job all
-        the same: the engine may read this layer of them, not write.
+        May block: it returns once the layer's copies are queued on the device, which is when all chunks have
+        come from their tiers, at the latest at the load's deadline. That is what the caller waits for, and no
+        copy. What the engine queues on its current stream after this sees the layer's blocks. They belong to
+        the connector until `poll` names the job all the same: the engine may read this layer of them, not write.
+        Layers may be asked for in any order, before and after `poll` has named the job.
 
         Args:
             job_id: of the load.
@@ -200,17 +205,21 @@ class OffloadConnector:
             timeout_s: how long to wait; None waits as long as the load's deadline lets it.
 
         Returns:
-            False where a chunk was a miss: the blocks hold nothing of use, `poll` says which.
+            False where a chunk was a miss, or a `reset` came: what was computed from layers before is void, too.
+            Which chunks are whole all the same, `poll` says.
 
         Raises:
-            ValueError: a job that is no load by layer or that `poll` has named, or a layer that the layout
-                does not have.
+            ValueError: a job that is no load by layer, or whose result was handed out long ago.
+            LayoutError: a layer that the layout does not have.
             TimeoutError: the layer was not there within `timeout_s`.
+            ClosedError: the connector was closed while a tier hung.
         """
+        number = self._layout.last_tensor(layer)
         watch = self._watches.get(job_id)
         if watch is None:
-            raise ValueError(f"job {job_id} is no load by layer that is still to be polled")
-        number = self._layout.last_tensor(layer)
+            if job_id in self._layered:
+                return self._layered[job_id]
+            raise ValueError(f"job {job_id} is no load by layer, or one of more than {_LAYERED_KEPT} jobs ago")
         end_s = None if timeout_s is None else self._clock() + timeout_s
         while True:
             self._turn()
@@ -310,6 +319,7 @@ class OffloadConnector:
         self._check_open(0)
         for watch in self._watches.values():
             watch.on_missed()
+        self._layered = dict.fromkeys(self._layered, False)
         self._planner.reset()
         self._ready = {
             job: result.spoiled(reasons.RESET) if result.kind == "load" else result
@@ -369,9 +379,13 @@ class OffloadConnector:
             raise ValueError(f"group {group}: this connector has one KV-cache group, 0")
 
     def _hand_out(self, job_id: int) -> TransferResult:
+        result = self._ready.pop(job_id)
         if self._watches.pop(job_id, None) is not None:
             self._worker.unwatch_layers(job_id)
-        return self._ready.pop(job_id)
+            self._layered[job_id] = not result.failed
+            if len(self._layered) > _LAYERED_KEPT:
+                del self._layered[next(iter(self._layered))]
+        return result
 
     def _turn(self) -> None:
         """One exchange of reports and orders."""

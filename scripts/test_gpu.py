@@ -6,7 +6,7 @@
 Needs torch, triton, numpy, safetensors, nvidia-ml-py, cuda-bindings and pytest, takes under 5 minutes, installs
 nothing and reaches no network. A step that fails or overruns does not keep the next from running. What each step
 printed, every test's outcome and the benchmark's figures lie under --out as well. Exits 0 where every test passed
-and every target was met, 1 where not, 2 where there is no CUDA device.
+and every target was met, 1 where not, 2 where there is no CUDA device or a package is missing.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 TESTS = ROOT / "tests" / "gpu"
 
+PACKAGES = ("torch", "triton", "numpy", "safetensors", "pynvml", "cuda.bindings", "pytest")
 NO_DEVICE = 2
 """What the facts exit with where there is no CUDA device; they have said so."""
 MAX_LINES = 15
@@ -150,6 +151,13 @@ def print_outcomes(outcomes: Sequence[dict[str, str]]) -> None:
             print(f"not run: {one['file']} {one['test']}: {one['why']}")
 
 
+def _installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # of the package that it would be in
+        return False
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """See above."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -157,8 +165,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "build", help="for logs and figures; build/ by default")
     parser.add_argument("--skip", choices=("tests", "benchmark"), help="leave one of the two out")
     options = parser.parse_args(arguments)
-    if find_spec("torch") is None:
-        print(f"no torch in {sys.executable}: name a Python that has it, make test-gpu PYTHON=...", file=sys.stderr)
+    missing = [package for package in PACKAGES if not _installed(package)]
+    if missing:
+        print(
+            f"{sys.executable} has no {', '.join(missing)}: name a Python that has it, make test-gpu PYTHON=...",
+            file=sys.stderr,
+        )
         return NO_DEVICE
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)

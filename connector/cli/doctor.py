@@ -49,8 +49,9 @@ def doctor(
 ) -> None:
     """Examine the path between GPU and host memory: GPU, link, NUMA node, pinning, and every way to copy.
 
-    Registers a region of staging_bytes, 1 GiB at most, and copies chunks on scratch memory of its own. Without a GPU
-    it examines the CPU's path. What each line means, and the JSON document, are told in docs/device-path.md.
+    Tiers are not looked at. Registers a region of staging_bytes, 1 GiB at most, and copies chunks on scratch memory
+    of its own. Without a GPU it examines the CPU's path. What each line means, and the JSON document, are told in
+    docs/device-path.md.
 
     Exit codes: 0 nothing is wrong, 1 a problem was found, 2 wrong use.
     """
@@ -148,7 +149,9 @@ def _gb_per_s(bytes_per_s: float | None) -> str:
 
 def _render_verdict(console: Console, report: Report) -> None:
     problems, notes = report.count("problem"), report.count("note")
-    text = "nothing is wrong" if not problems else f"{problems} problem{'s' if problems > 1 else ''}"
+    text = "nothing is wrong between GPU and host memory"
+    if problems:
+        text = f"{problems} problem{'s' if problems > 1 else ''}"
     if notes:
         text += f", {notes} note{'s' if notes > 1 else ''}"
     console.print(text, style=_STYLES[report.level])

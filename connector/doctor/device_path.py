@@ -72,6 +72,7 @@ class DevicePath:
                 "soft_bytes": "unlimited" if soft_bytes is None else soft_bytes,
                 "hard_bytes": "unlimited" if hard_bytes is None else hard_bytes,
             },
+            "memory_bytes": seen.memory_bytes,
             "gpu": _gpu_document(seen.gpu, seen.busy_gpu),
             "numa_nodes": sorted(seen.numa_nodes),
             "region": _region_document(seen.region),
@@ -104,6 +105,7 @@ def examine_device_path(
         visible_devices=machine.environment.get("CUDA_VISIBLE_DEVICES"),
         packages={name: machine.package_version(name) for name in PACKAGES},
         memlock_bytes=machine.memlock_bytes(),
+        memory_bytes=machine.memory_bytes(),
         numa_nodes=machine.numa_nodes(),
     )
     if device is not None:

@@ -34,7 +34,7 @@ def findings_of(wanted: Wanted, seen: Seen) -> tuple[Finding, ...]:
     if seen.gpu is not None:
         found += [*_driver(seen.gpu), *_facts(seen.gpu), *_link(seen)]
     if seen.device is not None:
-        found += [_memlock(seen), _region(wanted, seen)]
+        found += [_memory(wanted, seen), _memlock(seen), _region(wanted, seen)]
     if seen.gpu is not None:
         found += _numa(seen, seen.gpu)
     if seen.copies is not None:
@@ -82,7 +82,11 @@ def _device(wanted: Wanted, seen: Seen) -> Iterator[Finding]:
         there = _gpus(seen.torch.num_devices)
         remedy = f"the last one is cuda:{seen.torch.num_devices - 1}"
         if not seen.torch.num_devices:
-            remedy = "see torch above" if seen.torch.cuda is not None else "install torch's CUDA build"
+            remedy = "see torch above"
+            if seen.torch.cuda is None:
+                remedy = "install torch's CUDA build"
+                if not seen.sightings:
+                    remedy = f"none is in sight, either: give this process a GPU, and {remedy}"
             remedy += "; --device cpu examines the path without a GPU"
         yield Finding("device", "problem", f"{wanted.device} is not there: torch finds {there}", remedy)
     elif gpu is None:
@@ -202,6 +206,17 @@ def _plain_bytes_per_s(seen: Seen) -> float | None:
 
 
 # ---- host memory -----------------------------------------------------------------------------
+
+
+def _memory(wanted: Wanted, seen: Seen) -> Finding:
+    text = f"staging and host tier take {format_size(wanted.region_bytes)}"
+    if seen.memory_bytes is None:
+        return Finding("memory", "ok", text)
+    text += f" of {format_size(seen.memory_bytes)} that this machine or container has"
+    if wanted.region_bytes < seen.memory_bytes:
+        return Finding("memory", "ok", text)
+    remedy = "lower the host tier's capacity or staging_bytes: an engine would not start, or be ended"
+    return Finding("memory", "problem", text, remedy)
 
 
 def _memlock(seen: Seen) -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import os
@@ -32,6 +33,7 @@ __all__ = [
     "TorchBuild",
     "gpus_in_sight",
     "memlock_bytes",
+    "memory_bytes",
     "package_version",
     "pages_by_node",
     "torch_build",
@@ -168,6 +170,24 @@ def memlock_bytes() -> tuple[int | None, int | None]:
     return soft, hard
 
 
+def memory_bytes(root: Path = Path("/")) -> int | None:
+    """Memory that this process and all others may have: the machine's, or its control group's limit; None: unknown.
+
+    Args:
+        root: of the file system, for tests.
+    """
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        bounds = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemTotal:")]
+    except (OSError, ValueError, IndexError):
+        return None
+    for limit in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        # Where there is no limit the one file says "max", the other one a number beyond any memory.
+        with contextlib.suppress(OSError, ValueError):
+            bounds.append(int((root / limit).read_text()))
+    return min(bounds, default=None)
+
+
 def pages_by_node(address: int, numa_maps: Path = _NUMA_MAPS) -> dict[int, int]:
     """On which NUMA nodes the pages of the mapping around `address` are, in pages; empty where nobody says.
 
@@ -215,6 +235,7 @@ class Machine:
         package_version: of a distribution by name, None where it is not installed.
         gpus_in_sight: GPUs, whether or not torch can use them.
         memlock_bytes: RLIMIT_MEMLOCK, soft and hard; None: unlimited.
+        memory_bytes: of the machine or its control group; None: unknown.
         gpu_facts: of a CUDA device.
         numa_nodes: nodes that have memory.
         pages_by_node: where the pages around an address are.
@@ -230,6 +251,7 @@ class Machine:
     package_version: Callable[[str], str | None] = package_version
     gpus_in_sight: Callable[[], tuple[Sighting, ...]] = gpus_in_sight
     memlock_bytes: Callable[[], tuple[int | None, int | None]] = memlock_bytes
+    memory_bytes: Callable[[], int | None] = memory_bytes
     gpu_facts: Callable[[torch.device], GpuFacts] = gpu_facts
     numa_nodes: Callable[[], frozenset[int]] = LinuxNuma().nodes
     pages_by_node: Callable[[int], Mapping[int, int]] = pages_by_node

@@ -60,8 +60,9 @@ class Wanted:
             raise ConfigError(f"device {str(self.device)!r}: only cpu and cuda are supported")
         if self.staging_bytes < self.pages.slot_bytes:
             raise ConfigError(
-                f"staging_bytes {self.staging_bytes} holds no chunk: one takes {self.pages.slot_bytes} bytes;"
-                " raise it or lower blocks_per_chunk"
+                f"staging_bytes {self.staging_bytes} holds no chunk: one takes {self.pages.slot_bytes} bytes with the"
+                f" pages that are looked at ({self.pages.page_bytes} bytes, {self.pages.num_layers} layers); tell the"
+                " engine's by --page-bytes and --layers, or raise it"
             )
 
     @classmethod
@@ -153,6 +154,7 @@ class Seen:
         visible_devices: CUDA_VISIBLE_DEVICES, None where it is not set.
         packages: versions by distribution, None for one that is not installed.
         memlock_bytes: RLIMIT_MEMLOCK, soft and hard; None: unlimited.
+        memory_bytes: of the machine or its control group; None: unknown.
         gpu: before the copies; None on the CPU.
         busy_gpu: right after them, while its link is still awake; None where none were made.
         numa_nodes: nodes that have memory.
@@ -166,6 +168,7 @@ class Seen:
     visible_devices: str | None
     packages: Mapping[str, str | None]
     memlock_bytes: tuple[int | None, int | None]
+    memory_bytes: int | None
     numa_nodes: frozenset[int]
     gpu: GpuFacts | None = None
     busy_gpu: GpuFacts | None = None

@@ -10,6 +10,7 @@ import torch
 from bench import Bench, Cache, blocks_of, one
 from doubles import until
 
+from kvsluice.connector import offload
 from kvsluice.connector.by_layer import Cohort, LayerWatch
 from kvsluice.connector.copier import Claim
 from kvsluice.kernels import HostCopy
@@ -167,17 +168,44 @@ def test_more_chunks_than_slots_come_in_several_orders_and_every_layer_is_right(
     assert cache.holds(blocks_of(*range(8, 16)), blocks_of(*range(8)))
 
 
-def test_only_a_load_by_layer_that_is_still_to_be_polled_can_be_waited_for(bench, keys):
+def test_only_a_load_by_layer_can_be_waited_for_and_only_for_a_layer_there_is(bench, keys):
     connector = stored(bench, keys, "host")
     whole = connector.load(keys[:1], blocks_of(5))
     layered = connector.load(keys[:1], blocks_of(6), by_layer=True)
-    with pytest.raises(ValueError, match=f"job {whole} is no load by layer"):
-        connector.wait_for_layer(whole, LAYERS[0])
+    for job in (whole, 12345):
+        with pytest.raises(ValueError, match=f"job {job} is no load by layer"):
+            connector.wait_for_layer(job, LAYERS[0])
     with pytest.raises(LayoutError, match=r"no layer 'model\.layers\.2'; the layout has 2: model\.layers\.0, "):
         connector.wait_for_layer(layered, "model.layers.2")
     connector.wait([whole, layered], WAIT_S)
-    with pytest.raises(ValueError, match=f"job {layered} is no load by layer"):
-        connector.wait_for_layer(layered, LAYERS[0])
+
+
+def test_a_poll_between_two_layers_changes_nothing(bench, keys):
+    connector = stored(bench, keys, "fs")
+    job = connector.load(keys[:2], blocks_of(5, 6), by_layer=True)
+    assert connector.wait_for_layer(job, LAYERS[0], WAIT_S)
+    connector.wait([job], WAIT_S)
+    assert connector.wait_for_layer(job, LAYERS[1]) is True
+    missed = connector.load([*keys[:1], keys[7]], blocks_of(5, 6), by_layer=True)
+    connector.wait([missed], WAIT_S)
+    assert connector.wait_for_layer(missed, LAYERS[1]) is False
+    connector.reset()
+    assert connector.wait_for_layer(job, LAYERS[1]) is False
+
+
+def test_a_load_of_no_chunks_is_there_at_once(bench):
+    connector = bench.connect("host")
+    assert connector.wait_for_layer(connector.load([], [], by_layer=True), LAYERS[0]) is True
+
+
+def test_outcomes_are_remembered_up_to_a_bound(bench, keys, monkeypatch):
+    monkeypatch.setattr(offload, "_LAYERED_KEPT", 2)
+    connector = stored(bench, keys, "host")
+    jobs = [connector.load(keys[:1], blocks_of(5), by_layer=True) for _ in range(3)]
+    connector.wait(jobs, WAIT_S)
+    assert [connector.wait_for_layer(job, LAYERS[0]) for job in jobs[1:]] == [True, True]
+    with pytest.raises(ValueError, match=f"job {jobs[0]} is no load by layer, or one of more than 2 jobs ago"):
+        connector.wait_for_layer(jobs[0], LAYERS[0])
 
 
 def test_a_wait_ends_when_the_connector_was_closed_over_a_hung_tier(bench, keys):

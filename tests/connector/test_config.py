@@ -552,3 +552,8 @@ def test_each_field_says_its_real_default_and_its_unit(name: str, field: object)
         assert "Seconds" in text
     if name.endswith("_bytes") or name == "capacity":
         assert "Bytes" in text
+
+
+def test_vllms_whole_transfer_configuration_is_refused_with_the_key_to_take():
+    with pytest.raises(ConfigError, match="what stands in it under 'kv_connector_extra_config'"):
+        OffloadConfig.from_dict({"kv_connector": "SluiceConnector", "kv_connector_extra_config": {"tiers": []}})

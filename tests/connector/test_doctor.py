@@ -22,6 +22,7 @@ from kvsluice.connector.doctor.machine import (
     Sighting,
     TorchBuild,
     gpus_in_sight,
+    memory_bytes,
     package_version,
     pages_by_node,
     torch_build,
@@ -131,6 +132,7 @@ class GpuMachine:
         self.regions: list[PinnedRegion] = []
         self.sightings = (Sighting("NVIDIA H200", "NVML"),)
         self.environment: dict[str, str] = {}
+        self.memory_bytes: int | None = 1 << 40
 
     @property
     def machine(self) -> Machine:
@@ -141,6 +143,7 @@ class GpuMachine:
             package_version=self.packages.get,
             gpus_in_sight=lambda: self.sightings,
             memlock_bytes=lambda: (8 << 20, None),
+            memory_bytes=lambda: self.memory_bytes,
             gpu_facts=lambda device: facts.pop(0) if len(facts) > 1 else facts[0],
             numa_nodes=FakeNuma().nodes,
             pages_by_node=lambda address: self.node_pages,
@@ -508,6 +511,37 @@ def test_copies_that_fail_are_a_problem_and_the_memory_is_given_back(there, erro
 # ---- which device ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("memory_bytes", "level"), [(1 << 30, "problem"), ((1 << 30) + 1, "ok"), (None, "ok")])
+def test_a_region_that_no_memory_holds_is_a_problem(there, memory_bytes, level):
+    there.memory_bytes = memory_bytes
+    finding = found(there.examine(staging_bytes=1 << 29, host_bytes=1 << 29), "memory")
+    assert finding.level == level
+    assert "1 GiB" in finding.text
+    assert (finding.remedy is not None) is (level == "problem")
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"proc/meminfo": "MemTotal: 1024 kB\nMemFree: 1 kB\n"}, 1 << 20),
+        ({"proc/meminfo": "MemTotal: 1024 kB\n", "sys/fs/cgroup/memory.max": "4096\n"}, 4096),
+        ({"proc/meminfo": "MemTotal: 1024 kB\n", "sys/fs/cgroup/memory.max": "max\n"}, 1 << 20),
+        (
+            {"proc/meminfo": "MemTotal: 1024 kB\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{1 << 63}\n"},
+            1 << 20,
+        ),
+        ({"proc/meminfo": "MemTotal:"}, None),
+        ({}, None),
+    ],
+)
+def test_memory_is_the_machines_or_what_a_container_may_have_of_it(tmp_path, files, expected):
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert memory_bytes(tmp_path) == expected
+
+
 @pytest.mark.parametrize("device", [torch.device("cuda"), torch.device("cuda", 2)])
 def test_a_gpu_that_is_asked_for_and_not_there_is_a_problem(there, device):
     if device.index is None:
@@ -863,7 +897,18 @@ def test_the_text_of_a_gpu_with_a_fault_names_it_and_what_to_do(there, capsys, m
 KEYS = {
     "": {"level", "problems", "notes", "device_path"},
     "device_path": {
-        *("findings", "device", "settings", "pages", "torch", "gpus_in_sight", "packages", "memlock", "gpu"),
+        *(
+            "findings",
+            "device",
+            "settings",
+            "pages",
+            "torch",
+            "gpus_in_sight",
+            "packages",
+            "memlock",
+            "memory_bytes",
+            "gpu",
+        ),
         *("numa_nodes", "region", "copies"),
     },
     "device_path.settings": {"device_copy", "device_staging_bytes", "pin_memory", "region_bytes"},
