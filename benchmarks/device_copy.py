@@ -54,7 +54,7 @@ from device_copy_ways import PlainStreams
 from kvsluice.connector.region import PinnedRegion
 from kvsluice.kernels.device import device_for
 from kvsluice.kernels.gpu import gpu_facts
-from kvsluice.kernels.movers import Direction
+from kvsluice.kernels.operations import Direction
 
 PARTS: Final = ("rates", "calls", "matmul")
 

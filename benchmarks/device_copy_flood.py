@@ -11,7 +11,8 @@ from itertools import cycle
 
 from kvsluice.connector.copier import MAX_FLYING, Claim, Copier
 from kvsluice.kernels.device import Event
-from kvsluice.kernels.movers import ChunkCopy, Direction, Mover, Submission
+from kvsluice.kernels.movers import Mover, Submission
+from kvsluice.kernels.operations import ChunkCopy, Direction
 
 __all__ = ["PATIENCE_S", "ChunkTask", "CopierFlood", "Moved", "flood", "move_once"]
 

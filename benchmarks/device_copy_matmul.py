@@ -16,7 +16,8 @@ from device_copy_ways import label_of, open_way
 
 from kvsluice.connector.copier import Copier
 from kvsluice.kernels.device import Device
-from kvsluice.kernels.movers import Direction, Mover
+from kvsluice.kernels.movers import Mover
+from kvsluice.kernels.operations import Direction
 from kvsluice.kernels.ways import Way
 
 __all__ = ["LEVEL", "MatmulPlan", "Products", "Slowdown", "measure_slowdowns"]

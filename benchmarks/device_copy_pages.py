@@ -10,7 +10,7 @@ import torch
 
 from kvsluice.connector.region import PinnedRegion
 from kvsluice.kernels import CopyPlan, PagedTensor
-from kvsluice.kernels.movers import ChunkCopy
+from kvsluice.kernels.operations import ChunkCopy
 
 __all__ = ["Pool", "Shape", "open_region", "shape_of"]
 

@@ -17,7 +17,8 @@ from kvsluice.connector.copier import Copier
 from kvsluice.connector.region import PinnedRegion
 from kvsluice.kernels.chooser import open_movers
 from kvsluice.kernels.device import Device
-from kvsluice.kernels.movers import ChunkCopy, Direction, Mover
+from kvsluice.kernels.movers import Mover
+from kvsluice.kernels.operations import ChunkCopy, Direction
 from kvsluice.kernels.ways import CopyChoice
 
 __all__ = [

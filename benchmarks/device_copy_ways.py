@@ -13,7 +13,8 @@ from kvsluice.kernels.batched_copy import BatchedCopy, RunCopy
 from kvsluice.kernels.device import CudaDevice, Device, Event, Operation, Stream
 from kvsluice.kernels.driver import open_driver
 from kvsluice.kernels.errors import DeviceCopyError
-from kvsluice.kernels.movers import DirectCopy, Direction, DirectMover, Mover, PageKernel, StagedMover
+from kvsluice.kernels.movers import DirectMover, Mover, StagedMover
+from kvsluice.kernels.operations import DirectCopy, Direction, PageKernel
 from kvsluice.kernels.scratch import PlainCopy
 from kvsluice.kernels.torch_pages import TorchPages
 from kvsluice.kernels.trial import max_chunks

@@ -25,7 +25,8 @@ from functools import partial
 from typing import Protocol
 
 from kvsluice.kernels.device import Device, Event
-from kvsluice.kernels.movers import ChunkCopy, Mover, OnTensor, Submission
+from kvsluice.kernels.movers import Mover, OnTensor, Submission
+from kvsluice.kernels.operations import ChunkCopy
 
 __all__ = ["JOIN_S", "Claim", "Copier", "CopyTask"]
 

@@ -22,7 +22,7 @@ from kvsluice.connector.io_queue import IoQueue
 from kvsluice.connector.orders import Copied, Ended, Loaded, LoadPart, Passed, StorePart, WorkerEvent, Wrote
 from kvsluice.connector.region import PinnedRegion
 from kvsluice.kernels.device import Event
-from kvsluice.kernels.movers import ChunkCopy
+from kvsluice.kernels.operations import ChunkCopy
 from kvsluice.tiers import reasons
 from kvsluice.tiers.backpressure import NOTHING, Spent
 from kvsluice.tiers.base import Tier

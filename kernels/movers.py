@@ -18,35 +18,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, Protocol
+from typing import Final, Protocol
 
 import torch
 
 from kvsluice.kernels.block_ids import BlockIds, BlockIdsPool
 from kvsluice.kernels.device import Device, Event, Stream
+from kvsluice.kernels.operations import (
+    ChunkCopy,
+    CopyDirect,
+    CopyPages,
+    CopyStaged,
+    DirectCopy,
+    Direction,
+    FetchIds,
+    PageKernel,
+)
 from kvsluice.kernels.pieces import Piece, cut, cut_by_tensor, place_in_slot
 from kvsluice.kernels.plan import CopyPlan
 
-__all__ = [
-    "MIN_STAGING_BYTES",
-    "RING_SLOTS",
-    "ChunkCopy",
-    "CopyDirect",
-    "CopyPages",
-    "CopyStaged",
-    "DirectCopy",
-    "DirectMover",
-    "Direction",
-    "FetchIds",
-    "Mover",
-    "OnTensor",
-    "PageKernel",
-    "StagedMover",
-    "Submission",
-]
-
-Direction = Literal["out", "in"]
-"""`out` is from pages to host memory: a store."""
+__all__ = ["MIN_STAGING_BYTES", "RING_SLOTS", "DirectMover", "Mover", "OnTensor", "StagedMover", "Submission"]
 
 RING_SLOTS: Final = 4
 """Slots of one direction's staging. Two would let a kernel and a copy overlap; the others absorb the time that a
@@ -57,21 +48,6 @@ _SUBMISSIONS: Final = 3
 """For so many that are under way at once everything is allocated beforehand: nothing is while an engine runs."""
 MIN_STAGING_BYTES: Final = 1 << 20
 """For both directions. Less would cut chunks into pieces that a copy's fixed cost outweighs."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkCopy:
-    """One chunk to move.
-
-    Attributes:
-        block_ids: `num_blocks` ids of the plan's pool, in order.
-        host: the whole payload, uint8 (num_bytes,), contiguous host memory.
-        skip_blocks: on its way in, leading blocks that are left as they are.
-    """
-
-    block_ids: tuple[int, ...]
-    host: torch.Tensor
-    skip_blocks: int = 0
 
 
 OnTensor = Callable[[int, Event], None]
@@ -138,100 +114,6 @@ class Mover(Protocol):
             Exception: what the device raised where not even an end could be marked.
         """
         ...
-
-
-class DirectCopy(Protocol):
-    """A copy that needs no staging: between pages and host memory, put on the current stream."""
-
-    @property
-    def plan(self) -> CopyPlan: ...
-
-    def gather(self, block_ids: Sequence[int], out: torch.Tensor, tensors: range | None = None) -> None: ...
-
-    def scatter(
-        self, block_ids: Sequence[int], src: torch.Tensor, skip_blocks: int = 0, tensors: range | None = None
-    ) -> None: ...
-
-
-class PageKernel(Protocol):
-    """A kernel between pages and staging memory on the same device, put on the current stream."""
-
-    def gather(self, piece: Piece, ids: torch.Tensor, staged: torch.Tensor, stride_bytes: int) -> None:
-        """Fill `staged` from the pages.
-
-        Args:
-            piece: which part of each chunk.
-            ids: int64 (chunks, num_blocks), on the pages' device.
-            staged: uint8, on the pages' device, 256-aligned; chunk c's part begins at byte
-                `piece.shift_bytes + c * stride_bytes`.
-        """
-        ...
-
-    def scatter(self, piece: Piece, ids: torch.Tensor, staged: torch.Tensor, stride_bytes: int) -> None:
-        """Fill the pages from `staged`: the reverse of `gather`."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class CopyDirect:
-    """Pages to host memory or back without staging, of one chunk, whole or some of its tensors."""
-
-    copy: DirectCopy
-    direction: Direction
-    chunk: ChunkCopy
-    tensors: range | None = None
-
-    def run(self) -> None:
-        if self.direction == "out":
-            self.copy.gather(self.chunk.block_ids, self.chunk.host, self.tensors)
-        else:
-            self.copy.scatter(self.chunk.block_ids, self.chunk.host, self.chunk.skip_blocks, self.tensors)
-
-
-@dataclass(frozen=True, slots=True)
-class FetchIds:
-    """Block ids to the device."""
-
-    ids: BlockIds
-
-    def run(self) -> None:
-        self.ids.fetch()
-
-
-@dataclass(frozen=True, slots=True)
-class CopyPages:
-    """Pages to a staging slot or back, one piece of several chunks."""
-
-    kernel: PageKernel
-    direction: Direction
-    piece: Piece
-    ids: BlockIds
-    first_chunk: int
-    num_chunks: int
-    slot: int
-    staged: torch.Tensor
-    stride_bytes: int
-
-    def run(self) -> None:
-        move = self.kernel.gather if self.direction == "out" else self.kernel.scatter
-        rows = self.ids.on_device[self.first_chunk : self.first_chunk + self.num_chunks]
-        move(self.piece, rows, self.staged, self.stride_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class CopyStaged:
-    """A staging slot's piece of one chunk to host memory or back: one contiguous copy."""
-
-    direction: Direction
-    slot: int
-    staged: torch.Tensor
-    host: torch.Tensor
-
-    def run(self) -> None:
-        if self.direction == "out":
-            self.host.copy_(self.staged, non_blocking=True)
-        else:
-            self.staged.copy_(self.host, non_blocking=True)
 
 
 def _check(plan: CopyPlan, direction: Direction, copies: Sequence[ChunkCopy]) -> None:

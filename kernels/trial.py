@@ -14,7 +14,8 @@ from kvsluice.kernels.batched_copy import BatchedCopy, MemcpyBatch, RunCopy
 from kvsluice.kernels.device import Device
 from kvsluice.kernels.driver import open_driver
 from kvsluice.kernels.errors import DeviceCopyError
-from kvsluice.kernels.movers import ChunkCopy, Direction, DirectMover, Mover, PageKernel, StagedMover, Submission
+from kvsluice.kernels.movers import DirectMover, Mover, StagedMover, Submission
+from kvsluice.kernels.operations import ChunkCopy, Direction, PageKernel
 from kvsluice.kernels.plan import CopyPlan
 from kvsluice.kernels.scratch import PlainCopy, scratch_plan
 from kvsluice.kernels.torch_pages import TorchPages

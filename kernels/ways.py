@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from kvsluice.kernels.errors import DeviceCopyError
-from kvsluice.kernels.movers import Direction
+from kvsluice.kernels.operations import Direction
 
 __all__ = ["ALL_WAYS", "TORCH", "CopyChoice", "CopySetting", "Way", "WayMeasured", "choose"]
 

@@ -23,7 +23,8 @@ from kvsluice.kernels import CopyPlan, HostCopy
 from kvsluice.kernels.chooser import Movers
 from kvsluice.kernels.device import Device
 from kvsluice.kernels.errors import DeviceCopyError
-from kvsluice.kernels.movers import ChunkCopy, Direction, Mover, Submission
+from kvsluice.kernels.movers import Mover, Submission
+from kvsluice.kernels.operations import ChunkCopy, Direction
 from kvsluice.kernels.ways import CopyChoice, CopySetting, Way, WayMeasured
 
 __all__ = ["bytes_come_back", "measure_host", "queue_seconds", "try_copies"]

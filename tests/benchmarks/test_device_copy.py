@@ -25,7 +25,8 @@ from device_copy_report import Report, claims_of, page_lines, spread_of  # noqa:
 from device_copy_ways import PLAIN, WAYS, label_of, open_way  # noqa: E402
 
 from kvsluice.kernels.device import CpuDevice, Device, Event  # noqa: E402
-from kvsluice.kernels.movers import ChunkCopy, Mover, OnTensor, Submission  # noqa: E402
+from kvsluice.kernels.movers import Mover, OnTensor, Submission  # noqa: E402
+from kvsluice.kernels.operations import ChunkCopy  # noqa: E402
 from kvsluice.kernels.plan import CopyPlan  # noqa: E402
 from kvsluice.kernels.ways import TORCH, Way  # noqa: E402
 

@@ -15,7 +15,7 @@ from kvsluice.connector.by_layer import Cohort, LayerWatch
 from kvsluice.connector.copier import Claim
 from kvsluice.kernels import HostCopy
 from kvsluice.kernels.device import CpuDevice
-from kvsluice.kernels.movers import ChunkCopy
+from kvsluice.kernels.operations import ChunkCopy
 from kvsluice.tiers import ClosedError, LayoutError, reasons
 
 WAIT_S = 20.0

@@ -18,7 +18,8 @@ from kvsluice.connector import transfers, worker
 from kvsluice.connector.copier import Claim, Copier
 from kvsluice.kernels import CopyPlan, HostCopy
 from kvsluice.kernels.device import CpuDevice, Device, Event
-from kvsluice.kernels.movers import ChunkCopy, CopyDirect, Mover, OnTensor, Submission
+from kvsluice.kernels.movers import Mover, OnTensor, Submission
+from kvsluice.kernels.operations import ChunkCopy, CopyDirect
 from kvsluice.tiers import reasons
 
 WAIT_S = 20.0

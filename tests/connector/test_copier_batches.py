@@ -15,7 +15,8 @@ from kvsluice.connector import worker
 from kvsluice.connector.copier import MAX_FLYING
 from kvsluice.kernels import CopyPlan
 from kvsluice.kernels.device import Event
-from kvsluice.kernels.movers import ChunkCopy, FetchIds, OnTensor, StagedMover, Submission
+from kvsluice.kernels.movers import OnTensor, StagedMover, Submission
+from kvsluice.kernels.operations import ChunkCopy, FetchIds
 from kvsluice.tiers import reasons
 
 LAYERS = ("model.layers.0", "model.layers.1")

@@ -23,7 +23,8 @@ from kvsluice.connector import copier, transfers, worker
 from kvsluice.connector.copier import MAX_FLYING, Copier
 from kvsluice.kernels import CopyPlan
 from kvsluice.kernels.device import Device, Event
-from kvsluice.kernels.movers import ChunkCopy, Mover, OnTensor, Submission
+from kvsluice.kernels.movers import Mover, OnTensor, Submission
+from kvsluice.kernels.operations import ChunkCopy
 
 STATES = ("waiting", "claimed", "queued", "begun", "half run", "not seen", "told of")
 IN_THE_DEVICES_HANDS = ("claimed", "queued", "begun", "half run", "not seen")

@@ -34,7 +34,8 @@ from kvsluice.kernels.device import CpuDevice, Device
 from kvsluice.kernels.driver import NO_DRIVER, DriverError
 from kvsluice.kernels.errors import DeviceCopyError
 from kvsluice.kernels.gpu import GpuFacts
-from kvsluice.kernels.movers import Direction, DirectMover
+from kvsluice.kernels.movers import DirectMover
+from kvsluice.kernels.operations import Direction
 from kvsluice.kernels.ways import CopyChoice, CopySetting, Way, WayMeasured, choose
 from kvsluice.tiers.errors import ConfigError
 

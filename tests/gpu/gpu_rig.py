@@ -15,7 +15,8 @@ from gpu_pages import Geometry, Laid, Pages, payload_difference, random_bytes, s
 
 from kvsluice.connector.copier import Copier
 from kvsluice.kernels.device import Device, Event
-from kvsluice.kernels.movers import RING_SLOTS, ChunkCopy, Mover, OnTensor, Submission
+from kvsluice.kernels.movers import RING_SLOTS, Mover, OnTensor, Submission
+from kvsluice.kernels.operations import ChunkCopy
 from kvsluice.kernels.ways import Way
 
 __all__ = ["Break", "Rig", "hasty", "heedless"]

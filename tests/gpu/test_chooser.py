@@ -15,7 +15,7 @@ from kvsluice.kernels import trial
 from kvsluice.kernels.chooser import Movers, open_device_movers
 from kvsluice.kernels.device import device_for
 from kvsluice.kernels.errors import DeviceCopyError
-from kvsluice.kernels.movers import ChunkCopy
+from kvsluice.kernels.operations import ChunkCopy
 from kvsluice.kernels.ways import CopySetting
 
 _MIB = 1 << 20

@@ -11,7 +11,8 @@ from gpu_engine import Engine, until
 from gpu_pages import Geometry, Pages, geometries, payload_difference, random_bytes, sample_ids
 
 from kvsluice.kernels.device import Event
-from kvsluice.kernels.movers import RING_SLOTS, ChunkCopy, Direction, Mover, Submission
+from kvsluice.kernels.movers import RING_SLOTS, Mover, Submission
+from kvsluice.kernels.operations import ChunkCopy, Direction
 from kvsluice.kernels.ways import Way
 
 HEADER_BYTES = 4096

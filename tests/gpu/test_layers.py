@@ -15,7 +15,7 @@ from gpu_pages import Geometry, Laid, Pages, payload_difference, random_bytes, s
 from kvsluice.connector.by_layer import Cohort, LayerWatch
 from kvsluice.connector.copier import Copier
 from kvsluice.kernels.device import Event
-from kvsluice.kernels.movers import ChunkCopy
+from kvsluice.kernels.operations import ChunkCopy
 from kvsluice.kernels.ways import Way
 
 WAYS = (Way("triton", 2), Way("torch"), Way("batched"), Way("runs"))

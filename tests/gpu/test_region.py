@@ -20,7 +20,7 @@ from gpu_pages import Geometry, Laid, Pages, payload_difference, sample_ids
 from kvsluice.connector.region import PinnedRegion, registration_pieces
 from kvsluice.kernels.driver import DriverError
 from kvsluice.kernels.gpu import GpuFacts
-from kvsluice.kernels.movers import ChunkCopy
+from kvsluice.kernels.operations import ChunkCopy
 from kvsluice.kernels.ways import Way
 from kvsluice.tiers.errors import ConfigError
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvsluice.kernels import CopyPlan, HostCopy, PagedTensor
 from kvsluice.kernels.batched_copy import BatchedCopy, RunCopy
-from kvsluice.kernels.movers import DirectCopy
+from kvsluice.kernels.operations import DirectCopy
 from kvsluice.kernels.spans import spans_of
 
 STREAM = 77

@@ -13,7 +13,8 @@ from kvsluice.kernels import CopyPlan, HostCopy, PagedTensor, trial, triton_page
 from kvsluice.kernels.chooser import open_device_movers, open_movers
 from kvsluice.kernels.device import CpuDevice
 from kvsluice.kernels.errors import DeviceCopyError
-from kvsluice.kernels.movers import ChunkCopy, DirectMover, Mover, StagedMover
+from kvsluice.kernels.movers import DirectMover, Mover, StagedMover
+from kvsluice.kernels.operations import ChunkCopy
 from kvsluice.kernels.ways import TORCH, CopyChoice, CopySetting, Way, WayMeasured, choose
 
 STAGING = 1 << 20

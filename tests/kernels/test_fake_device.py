@@ -12,7 +12,7 @@ from happens_before import AccessLog, Memory, ModelThread
 from mover_traffic import small_pool
 
 from kvsluice.kernels import HostCopy
-from kvsluice.kernels.movers import ChunkCopy, CopyDirect, Direction
+from kvsluice.kernels.operations import ChunkCopy, CopyDirect, Direction
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from mover_traffic import Pool, direct, small_pool, staged
 
 from kvsluice.kernels import HostCopy
 from kvsluice.kernels.device import Event
-from kvsluice.kernels.movers import ChunkCopy, Direction, FetchIds, Mover, Submission
+from kvsluice.kernels.movers import Mover, Submission
+from kvsluice.kernels.operations import ChunkCopy, Direction, FetchIds
 
 NO = RuntimeError("the kernel did not launch")
 DIRECTIONS: tuple[Direction, Direction] = ("out", "in")

@@ -10,7 +10,8 @@ from fake_device import FakeDevice, FakeEvent, FakeStream
 from mover_traffic import Traffic, direct, small_pool, staged
 
 from kvsluice.kernels.device import Event, Operation
-from kvsluice.kernels.movers import ChunkCopy, Direction, DirectMover, FetchIds, OnTensor, StagedMover, Submission
+from kvsluice.kernels.movers import DirectMover, OnTensor, StagedMover, Submission
+from kvsluice.kernels.operations import ChunkCopy, Direction, FetchIds
 
 MAX_SEEDS = 40
 SUBMISSIONS = 12

@@ -15,17 +15,8 @@ from mover_traffic import Pool, Traffic, direct, pools, small_pool, staged
 
 from kvsluice.kernels import HostCopy
 from kvsluice.kernels.device import CpuDevice, Device, Event
-from kvsluice.kernels.movers import (
-    RING_SLOTS,
-    ChunkCopy,
-    CopyPages,
-    CopyStaged,
-    Direction,
-    FetchIds,
-    Mover,
-    StagedMover,
-    Submission,
-)
+from kvsluice.kernels.movers import RING_SLOTS, Mover, StagedMover, Submission
+from kvsluice.kernels.operations import ChunkCopy, CopyPages, CopyStaged, Direction, FetchIds
 from kvsluice.kernels.torch_pages import TorchPages
 
 Make = Callable[[Pool, Device, Direction], Mover]

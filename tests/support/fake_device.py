@@ -23,7 +23,7 @@ from happens_before import AccessLog, Memory, ModelThread
 from kvsluice.kernels import CopyPlan, PagedTensor
 from kvsluice.kernels.block_ids import BlockIds
 from kvsluice.kernels.device import Event, Operation
-from kvsluice.kernels.movers import CopyDirect, CopyPages, CopyStaged, FetchIds
+from kvsluice.kernels.operations import CopyDirect, CopyPages, CopyStaged, FetchIds
 
 __all__ = ["OPERATION_S", "EngineRead", "EngineWrite", "FakeDevice", "FakeEvent", "FakeStream"]
 

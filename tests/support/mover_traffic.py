@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from kvsluice.kernels import CopyPlan, HostCopy, PagedTensor
 from kvsluice.kernels.chooser import Movers
-from kvsluice.kernels.movers import RING_SLOTS, ChunkCopy, Direction, DirectMover, Mover, StagedMover, Submission
+from kvsluice.kernels.movers import RING_SLOTS, DirectMover, Mover, StagedMover, Submission
+from kvsluice.kernels.operations import ChunkCopy, Direction
 from kvsluice.kernels.torch_pages import TorchPages
 from kvsluice.kernels.ways import CopyChoice, Way
 

@@ -14,8 +14,8 @@ import torch
 from hypothesis import strategies as st
 
 from kvsluice.kernels import CopyPlan, HostCopy, PagedTensor
-from kvsluice.kernels.movers import PageKernel
 from kvsluice.kernels.openmp import one_openmp_thread
+from kvsluice.kernels.operations import PageKernel
 from kvsluice.kernels.paged import INTEGER_DTYPES
 from kvsluice.kernels.pieces import Piece, cut, cut_by_tensor
 
