@@ -219,7 +219,7 @@ class Copier:
                 for task in lot.tasks:
                     task.claim.take()
                     self._over(task)
-                    task.on_revoked()
+                    _tell(task.on_revoked)
 
     def _serve(self) -> None:
         try:
@@ -271,7 +271,7 @@ class Copier:
                         written.update(task.block_ids)
                 else:
                     self._over(task)
-                    task.on_revoked()
+                    _tell(task.on_revoked)
             if lot.by_tensor and tasks:
                 return tasks, True
         return tasks, False
@@ -331,7 +331,7 @@ class Copier:
                 for task, share in tasks:
                     if error is None:
                         self._over(task)
-                        task.on_copied(copy_s * share)
+                        _tell(partial(task.on_copied, copy_s * share))
                     else:
                         self._failed(task, error)
         return ended
@@ -339,7 +339,7 @@ class Copier:
     def _failed(self, task: CopyTask, error: Exception) -> None:
         _log.error("a device copy failed; its job fails, the thread goes on", exc_info=error)
         self._over(task)
-        task.on_copy_failed(error)
+        _tell(partial(task.on_copy_failed, error))
 
     def _over(self, task: CopyTask) -> None:
         with self._progress:
@@ -352,6 +352,14 @@ def _stop(of: weakref.ref[Copier]) -> None:
     copier = of()
     if copier is not None:
         copier._stop(_EXIT_S)  # noqa: SLF001 - its own module
+
+
+def _tell(callback: Callable[[], None]) -> None:
+    """Call back a task. One that raises does not take the thread, and so all others', with it."""
+    try:
+        callback()
+    except Exception:  # noqa: BLE001 - whatever it is, the others go on
+        _log.exception("a copy's end could not be told")
 
 
 def _pop(waiting: deque[_Lot]) -> _Lot | None:

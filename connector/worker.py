@@ -89,7 +89,7 @@ class RankWorker:
         clock: seconds, monotonic.
 
     Raises:
-        ConfigError: the way of copying that was asked for cannot be had.
+        ConfigError: the way of copying that was asked for cannot be had, or the device cannot be used.
     """
 
     def __init__(
@@ -127,7 +127,10 @@ class RankWorker:
             raise ConfigError(f"device_copy {device_copy!r}: {error}") from error
         self.copy_choices = movers.choices
         """How stores and loads are copied, and what was measured."""
-        copier = Copier(self._device, movers.out, movers.into, clock=clock)
+        try:
+            copier = Copier(self._device, movers.out, movers.into, clock=clock)
+        except RuntimeError as error:
+            raise ConfigError(f"a thread of our own cannot use {layout.device}: {error}") from error
         self._queues: Mapping[int, IoQueue] = {
             tier.position: IoQueue(
                 tier.tier.name,

@@ -64,11 +64,14 @@ class BlockIdsPool:
 
     def take(self, block_ids: Sequence[Sequence[int]]) -> BlockIds:
         """A buffer that holds these ids; it belongs to the caller until `BlockIds.release`."""
-        for at, ids in reversed(list(enumerate(self._free))):
-            if ids.capacity >= len(block_ids):
-                del self._free[at]
-                break
+        fitting = [ids for ids in self._free if ids.capacity >= len(block_ids)]
+        if fitting:
+            ids = min(reversed(fitting), key=lambda ids: ids.capacity)
+            self._free.remove(ids)
         else:
+            if self._free:
+                # In place of one that is too small: there are never more of them than were out at once.
+                self._free.remove(min(self._free, key=lambda ids: ids.capacity))
             ids = self._new(max(self._num_chunks, len(block_ids)))
         ids.fill(block_ids)
         return ids

@@ -60,6 +60,14 @@ def _memcpy_batch(device: torch.device) -> MemcpyBatch:
     return driver.memcpy_batch
 
 
+def _over(submission: Submission) -> bool:
+    """Whether the device is known to be done with it, and so with what came before it."""
+    try:
+        return submission.query()
+    except Exception:  # noqa: BLE001 - a device that fails tells nothing of what it is still at
+        return False
+
+
 class Opener:
     """Makes the mover of a way for a plan, and moves chunks by it to see whether it works, and how fast."""
 
@@ -124,16 +132,18 @@ class Opener:
             for submission in waiting:
                 while not submission.query():
                     if self._clock() > end_s:
-                        # The device still has it: nothing that it reads or writes may become somebody else's.
-                        _ABANDONED.append((mover, chunk))
                         raise DeviceCopyError(f"not done after {_PATIENCE_S} s")
                     time.sleep(0)
-                submission.release()
             if waiting[-1].error is not None:
                 raise waiting[-1].error
             taken_s = waiting[-1].end.seconds_since(waiting[0].start)
         except Exception as error:
+            if not (waiting and _over(waiting[-1])):
+                # The device may still have some of it: nothing that it reads or writes may become somebody else's.
+                _ABANDONED.append((mover, chunk, waiting))
             raise DeviceCopyError(f"copying by {mover.name}: {error}") from error
+        for submission in waiting:
+            submission.release()
         return done * len(chunk.host) / max(taken_s, 1e-9)
 
     def _staging_for(self, device: torch.device, direction: Direction) -> torch.Tensor:
@@ -194,8 +204,13 @@ class Trial:
         rates: dict[Way, list[float]] = {way: [] for way in movers}
         for _ in range(_ROUNDS):
             plain_rates.append(self._opener.rate(plain, self._chunk, times))
-            for way, mover in movers.items():
-                rates[way].append(self._opener.rate(mover, self._chunk, times))
+            for way in list(movers):
+                rate = self._try_rate(movers[way], times)
+                if isinstance(rate, str):
+                    unusable[way] = rate
+                    del movers[way], rates[way]
+                else:
+                    rates[way].append(rate)
         measured = tuple(
             WayMeasured(way, statistics.median(rates[way])) if way in rates else WayMeasured(way, None, unusable[way])
             for way in ALL_WAYS
@@ -206,7 +221,14 @@ class Trial:
         """The mover after its first chunk, or why it cannot be had."""
         try:
             mover = self._opener.open(self._plan, way, direction)
-            self._opener.rate(mover, self._chunk, 1)
         except DeviceCopyError as error:
             return str(error)
-        return mover
+        rate = self._try_rate(mover, 1)
+        return rate if isinstance(rate, str) else mover
+
+    def _try_rate(self, mover: Mover, times: int) -> float | str:
+        """How fast it is, or why that cannot be said."""
+        try:
+            return self._opener.rate(mover, self._chunk, times)
+        except DeviceCopyError as error:
+            return str(error)

@@ -20,7 +20,7 @@ from kvsluice.kernels import CopyPlan, HostCopy
 from kvsluice.kernels.device import CpuDevice, Device, Event
 from kvsluice.kernels.movers import Mover, OnTensor, Submission
 from kvsluice.kernels.operations import ChunkCopy, CopyDirect
-from kvsluice.tiers import reasons
+from kvsluice.tiers import ConfigError, reasons
 
 WAIT_S = 20.0
 
@@ -384,6 +384,31 @@ def test_a_process_that_does_not_close_ends_all_the_same():
         "copier = Copier(CpuDevice(), object(), object())\n"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", script], check=True, timeout=60)
+
+
+def test_a_device_that_threads_cannot_use_refuses_the_connector_and_leaves_nothing(bench, monkeypatch):
+    def lost(self):
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(CpuDevice, "bind_thread", lost)
+    with pytest.raises(ConfigError, match="a thread of our own cannot use cpu: no such device"):
+        bench.connect("host", "fs")
+    assert not sluice_threads()
+
+
+def test_a_chunk_whose_end_cannot_be_told_does_not_take_the_thread_with_it(bench, keys, monkeypatch, caplog):
+    connector = bench.connect("host", "fs")
+    real = transfers.StoreTransfer.on_copied
+
+    def broken(transfer, copy_s):
+        monkeypatch.setattr(transfers.StoreTransfer, "on_copied", real)
+        real(transfer, copy_s)
+        raise KeyError("nobody is listening")
+
+    monkeypatch.setattr(transfers.StoreTransfer, "on_copied", broken)
+    connector.wait([connector.store(keys[:1], blocks_of(0))], WAIT_S)
+    assert one(connector.wait([connector.store(keys[1:2], blocks_of(1))], WAIT_S)).done_keys == (keys[1],)
+    assert "a copy's end could not be told" in caplog.text
 
 
 # ---- claims ------------------------------------------------------------------------------------

@@ -61,4 +61,25 @@ def test_more_chunks_than_any_free_buffer_holds_get_one_that_is_larger() -> None
     assert large.on_device.tolist() == [[number] for number in range(100)]
     large.release()
     assert pool.take(many) is large
-    assert pool.take([(1,)]) is small
+    assert pool.take([(1,)]) is not small, "it made way"
+
+
+def test_the_smallest_buffer_that_holds_them_is_taken() -> None:
+    pool = BlockIdsPool(1, CPU)
+    large, small = pool.take([(number,) for number in range(100)]), pool.take([(1,)])
+    small.release()
+    large.release()
+    assert pool.take([(2,)]) is small
+
+
+def test_there_are_never_more_buffers_than_were_out_at_once() -> None:
+    pool = BlockIdsPool(1, CPU, num_chunks=4, num_buffers=3)
+    seen = set()
+    for count in range(1, 200):
+        first, second = pool.take([(0,)] * count), pool.take([(0,)] * count)
+        seen |= {first, second}
+        second.release()
+        first.release()
+    held = [pool.take([(0,)]) for _ in range(3)]
+    assert set(held) <= seen
+    assert pool.take([(0,)]) not in seen, "a fourth was kept"

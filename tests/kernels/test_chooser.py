@@ -13,7 +13,7 @@ from kvsluice.kernels import CopyPlan, HostCopy, PagedTensor, trial, triton_page
 from kvsluice.kernels.chooser import open_device_movers, open_movers
 from kvsluice.kernels.device import CpuDevice
 from kvsluice.kernels.errors import DeviceCopyError
-from kvsluice.kernels.movers import DirectMover, Mover, StagedMover
+from kvsluice.kernels.movers import DirectMover, Mover, StagedMover, Submission
 from kvsluice.kernels.operations import ChunkCopy
 from kvsluice.kernels.ways import TORCH, CopyChoice, CopySetting, Way, WayMeasured, choose
 
@@ -254,7 +254,29 @@ def test_a_device_that_never_answers_ends_the_trial_and_keeps_what_it_still_has(
             scratch=scratch_of(plan),
             clock=lambda: float(next(now_s)),
         )
-    assert len(trial._ABANDONED) == kept + 1  # noqa: SLF001 - as above
+    (left,) = trial._ABANDONED[kept:]  # noqa: SLF001 - as above
+    assert isinstance(left, tuple)
+    assert [type(part).__name__ for part in left] == ["StagedMover", "ChunkCopy", "list"]
+    assert isinstance(left[2][0], Submission), "it has the ids that the device has not read"
+
+
+def test_a_way_that_fails_only_when_it_is_repeated_is_left_out_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = plan_of()
+    calls = itertools.count()
+    real = trial.TorchPages.gather
+
+    def sometimes(self: trial.TorchPages, *args: object) -> None:
+        if next(calls) > 2:
+            raise RuntimeError("the queue is full")
+        real(self, *args)  # type: ignore[arg-type] # as they came
+
+    monkeypatch.setattr(trial.TorchPages, "gather", sometimes)
+    movers = open_device_movers(plan, CpuDevice(), setting="auto", staging_bytes=STAGING, scratch=scratch_of(plan))
+    (torch_ways,) = [one for one in movers.choices[0].measured if one.way == TORCH]
+    assert torch_ways.unusable == "copying by torch: the queue is full"
+    assert movers.choices[0].way.name == "triton"
 
 
 @pytest.mark.parametrize("setting", ["auto", "torch", "triton"])
