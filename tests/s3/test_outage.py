@@ -29,6 +29,10 @@ LOAD_TIMEOUT_S = 10.0
 STORE_PATIENCE_S = 15.0
 """The most a store holds its slot by default: five seconds in the queue, ten at the store."""
 BACK_WITHIN_S = 5.0
+MOST_STARVED = 400
+"""Of an engine's attempts to find free blocks. Until the gate closes, the tier's last rate says how many stores are
+let in: where that was high they fill the region, and those behind wait for a slot, with their blocks, for five
+seconds (`max_queue_s`, 200 steps with a store and a load each). Never longer."""
 
 
 def outcomes(jobs: Sequence[Job]) -> dict[str, int]:
@@ -133,7 +137,7 @@ def test_a_stall_of_fifty_seconds(own_rgw: Rgw, connect: Connect, capsys: pytest
         assert outcomes([job for job in begun if job.kind == "load"])["done"] == 0
         assert engine.first_done("store", released_s) - released_s < BACK_WITHIN_S
         assert engine.first_done("load", released_s) - released_s < BACK_WITHIN_S
-        assert engine.starved == 0
+        assert engine.starved <= MOST_STARVED
         # Every chunk of before is there, and right.
         assert engine.load_all(stored, 30.0) == {"done": len(stored)}
         assert engine.wrong == []
@@ -198,7 +202,7 @@ def test_a_gateway_that_is_killed_and_comes_back_empty(
     assert set(lost) <= {reasons.MISSING, "done"}
     assert lost["done"] == 0
     assert engine.wrong == []
-    assert engine.starved == 0
+    assert engine.starved <= MOST_STARVED
 
 
 @pytest.mark.timeout(90)
@@ -236,4 +240,4 @@ def test_a_full_gateway_goes_on_serving_loads(connect: Connect, capsys: pytest.C
         assert set(loads) <= {"done", reasons.MISSING}
         assert engine.load_all(engine.stored[:40], 30.0) == {"done": 40}
         assert engine.wrong == []
-        assert engine.starved == 0
+        assert engine.starved <= MOST_STARVED
