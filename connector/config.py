@@ -46,7 +46,7 @@ from kvsluice.connector.config_tiers import (
     check_ladder,
     parse_size,
 )
-from kvsluice.kernels.movers import MIN_STAGING_BYTES
+from kvsluice.kernels.movers import MIN_STAGING_BYTES, STAGING_BYTES
 from kvsluice.kernels.ways import CopySetting
 from kvsluice.tiers.backpressure.config import build_gate
 from kvsluice.tiers.errors import ConfigError
@@ -164,7 +164,7 @@ class OffloadConfig(Model):
         "measured at start, and the fastest that leaves the GPU to the engine is taken.",
     )
     device_staging_bytes: Annotated[Size, Field(ge=MIN_STAGING_BYTES)] = Field(
-        64 * 2**20,
+        STAGING_BYTES,
         description="Bytes of GPU memory through which small pages go, per rank; 1 MiB at least. Default 67108864 "
         "(64 MiB): four pieces of 8 MiB for each direction, so that the link never waits.",
     )

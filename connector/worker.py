@@ -30,6 +30,7 @@ from kvsluice.connector.transfers import LoadTransfer, Shared, StoreTransfer
 from kvsluice.kernels.chooser import open_movers
 from kvsluice.kernels.device import Device, Event, device_for
 from kvsluice.kernels.errors import DeviceCopyError
+from kvsluice.kernels.movers import STAGING_BYTES
 from kvsluice.kernels.plan import CopyPlan
 from kvsluice.kernels.ways import CopySetting
 from kvsluice.tiers import reasons
@@ -43,8 +44,6 @@ _log = logging.getLogger(__name__)
 
 MAX_EVENTS_PER_REPORT = 512
 """Keeps the scheduler's work per report, a few microseconds an event, below 2 ms."""
-DEVICE_STAGING_BYTES = 64 << 20
-"""Device memory for pages on their way, see `OffloadConfig.device_staging_bytes`."""
 MAX_FAILURE_KINDS = 32
 """Of each tier in a report: many more than a tier has words for, unless it puts names or numbers into them."""
 OTHER_FAILURES = "other"
@@ -103,7 +102,7 @@ class RankWorker:
         rank: int = 0,
         verify: bool = True,
         device_copy: CopySetting = "auto",
-        device_staging_bytes: int = DEVICE_STAGING_BYTES,
+        device_staging_bytes: int = STAGING_BYTES,
         device: Device | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -24,7 +24,7 @@ import torch
 from kvsluice.kernels.device import Device
 from kvsluice.kernels.errors import DeviceCopyError
 from kvsluice.kernels.host_copy import HostCopy
-from kvsluice.kernels.movers import DirectMover, Mover, StagedMover
+from kvsluice.kernels.movers import STAGING_BYTES, DirectMover, Mover, StagedMover
 from kvsluice.kernels.plan import CopyPlan
 from kvsluice.kernels.trial import Opener, Trial
 from kvsluice.kernels.triton_pages import DEFAULT_PROGRAMS
@@ -50,7 +50,7 @@ def open_movers(
     device: Device,
     *,
     setting: CopySetting = "auto",
-    staging_bytes: int = 64 << 20,
+    staging_bytes: int = STAGING_BYTES,
     scratch: torch.Tensor,
     clock: Callable[[], float] = time.monotonic,
 ) -> Movers:

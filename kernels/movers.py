@@ -37,7 +37,16 @@ from kvsluice.kernels.operations import (
 from kvsluice.kernels.pieces import Piece, cut, cut_by_tensor, place_in_slot
 from kvsluice.kernels.plan import CopyPlan
 
-__all__ = ["MIN_STAGING_BYTES", "RING_SLOTS", "DirectMover", "Mover", "OnTensor", "StagedMover", "Submission"]
+__all__ = [
+    "MIN_STAGING_BYTES",
+    "RING_SLOTS",
+    "STAGING_BYTES",
+    "DirectMover",
+    "Mover",
+    "OnTensor",
+    "StagedMover",
+    "Submission",
+]
 
 RING_SLOTS: Final = 4
 """Slots of one direction's staging. Two would let a kernel and a copy overlap; the others absorb the time that a
@@ -46,6 +55,8 @@ slot waits for the thread that queues the work."""
 
 _SUBMISSIONS: Final = 3
 """For so many that are under way at once everything is allocated beforehand: nothing is while an engine runs."""
+STAGING_BYTES: Final = 64 << 20
+"""Device memory for pages on their way, both directions together, where nobody says otherwise: slots of 8 MiB."""
 MIN_STAGING_BYTES: Final = 1 << 20
 """For both directions. Less would cut chunks into pieces that a copy's fixed cost outweighs."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -22,7 +22,7 @@ from kvsluice.kernels.torch_pages import TorchPages
 from kvsluice.kernels.triton_pages import DEFAULT_PROGRAMS, TritonPages
 from kvsluice.kernels.ways import ALL_WAYS, CopyChoice, Way, WayMeasured, choose
 
-__all__ = ["MAX_CHUNKS", "SUBMISSION_BYTES", "Opener", "Trial", "max_chunks"]
+__all__ = ["MAX_CHUNKS", "SUBMISSION_BYTES", "Opener", "Trial", "finish", "max_chunks"]
 
 MAX_CHUNKS: Final = 32
 SUBMISSION_BYTES: Final = 64 << 20
@@ -58,6 +58,35 @@ def _memcpy_batch(device: torch.device) -> MemcpyBatch:
     if not driver.uses_host_addresses(ordinal):
         raise DeviceCopyError(f"{device} sees pinned memory under other addresses than the host")
     return driver.memcpy_batch
+
+
+def finish(mover: Mover, chunk: ChunkCopy, submissions: Sequence[Submission], clock: Callable[[], float]) -> None:
+    """Wait until the device is done with `submissions` of `chunk`, one at least, and release them.
+
+    Raises:
+        DeviceCopyError: one failed, or took longer than anybody waits; what the device may still have is kept.
+    """
+    try:
+        end_s = clock() + _PATIENCE_S
+        for submission in submissions:
+            while not submission.query():
+                if clock() > end_s:
+                    raise DeviceCopyError(f"not done after {_PATIENCE_S} s")
+                time.sleep(0)
+        if submissions[-1].error is not None:
+            raise submissions[-1].error
+    except Exception as error:
+        raise _failure(mover, chunk, submissions, error) from error
+    for submission in submissions:
+        submission.release()
+
+
+def _failure(mover: Mover, chunk: ChunkCopy, submissions: Sequence[Submission], error: Exception) -> DeviceCopyError:
+    """What is raised for `error`, once what the device may still be at is safe."""
+    if not (submissions and _over(submissions[-1])):
+        # Nothing that it reads or writes may become somebody else's.
+        _ABANDONED.append((mover, chunk, submissions))
+    return DeviceCopyError(f"copying by {mover.name}: {error}")
 
 
 def _over(submission: Submission) -> bool:
@@ -128,22 +157,10 @@ class Opener:
                 count = min(mover.max_chunks, times - done)
                 waiting.append(mover.submit(ready, [chunk] * count))
                 done += count
-            end_s = self._clock() + _PATIENCE_S
-            for submission in waiting:
-                while not submission.query():
-                    if self._clock() > end_s:
-                        raise DeviceCopyError(f"not done after {_PATIENCE_S} s")
-                    time.sleep(0)
-            if waiting[-1].error is not None:
-                raise waiting[-1].error
-            taken_s = waiting[-1].end.seconds_since(waiting[0].start)
         except Exception as error:
-            if not (waiting and _over(waiting[-1])):
-                # The device may still have some of it: nothing that it reads or writes may become somebody else's.
-                _ABANDONED.append((mover, chunk, waiting))
-            raise DeviceCopyError(f"copying by {mover.name}: {error}") from error
-        for submission in waiting:
-            submission.release()
+            raise _failure(mover, chunk, waiting, error) from error
+        finish(mover, chunk, waiting, self._clock)
+        taken_s = waiting[-1].end.seconds_since(waiting[0].start)
         return done * len(chunk.host) / max(taken_s, 1e-9)
 
     def _staging_for(self, device: torch.device, direction: Direction) -> torch.Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import random
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
@@ -23,8 +22,9 @@ from kvsluice.kernels import CopyPlan, HostCopy
 from kvsluice.kernels.chooser import Movers
 from kvsluice.kernels.device import Device
 from kvsluice.kernels.errors import DeviceCopyError
-from kvsluice.kernels.movers import Mover, Submission
+from kvsluice.kernels.movers import Mover
 from kvsluice.kernels.operations import ChunkCopy, Direction
+from kvsluice.kernels.trial import finish
 from kvsluice.kernels.ways import CopyChoice, CopySetting, Way, WayMeasured
 
 __all__ = ["bytes_come_back", "measure_host", "queue_seconds", "try_copies"]
@@ -34,7 +34,6 @@ _ROUND_BYTES: Final = 16 << 20
 """Of each copy in a round at least: some milliseconds, which a clock can tell."""
 _MOST_CHUNKS: Final = 256
 """But no more calls than that, which take as long whatever a chunk holds."""
-_PATIENCE_S: Final = 10.0
 
 
 def try_copies(wanted: Wanted, device: torch.device, scratch: torch.Tensor, machine: Machine) -> CopiesSeen:
@@ -187,18 +186,8 @@ def _move(
 ) -> float:
     """Copy one chunk and wait for it; the seconds that queueing it took."""
     start_s = clock()
-    submission = mover.submit((device.compute_event(),), [ChunkCopy(tuple(block_ids), chunk)])
+    copy = ChunkCopy(tuple(block_ids), chunk)
+    submission = mover.submit((device.compute_event(),), [copy])
     queued_s = clock() - start_s
-    _wait(submission, mover.name, clock)
-    if submission.error is not None:
-        raise DeviceCopyError(f"copying by {mover.name}: {submission.error}") from submission.error
+    finish(mover, copy, [submission], clock)
     return queued_s
-
-
-def _wait(submission: Submission, name: str, clock: Callable[[], float]) -> None:
-    end_s = clock() + _PATIENCE_S
-    while not submission.query():
-        if clock() > end_s:
-            raise DeviceCopyError(f"copying by {name}: not done after {_PATIENCE_S} s")
-        time.sleep(0)
-    submission.release()

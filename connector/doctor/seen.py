@@ -13,6 +13,7 @@ from kvsluice.connector.doctor.machine import Sighting, TorchBuild
 from kvsluice.connector.doctor.pages import MAX_REGION_BYTES, Pages
 from kvsluice.connector.doctor.report import one_line
 from kvsluice.kernels.gpu import GpuFacts
+from kvsluice.kernels.movers import STAGING_BYTES
 from kvsluice.kernels.ways import CopyChoice, CopySetting, WayMeasured
 from kvsluice.tiers.errors import ConfigError
 
@@ -50,7 +51,7 @@ class Wanted:
     device: torch.device | None = None
     pages: Pages = field(default_factory=Pages)
     device_copy: CopySetting = "auto"
-    device_staging_bytes: int = 64 << 20
+    device_staging_bytes: int = STAGING_BYTES
     pin_memory: Literal["auto", "on", "off"] = "auto"
     staging_bytes: int = 1 << 30
     host_bytes: int = 0
